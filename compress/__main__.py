@@ -1,0 +1,5 @@
+"""`python -m compress` is the `compress` command."""
+
+from compress.cli import main
+
+main()
