@@ -1,7 +1,8 @@
 """What a Linear is quantized to, and the arithmetic between weights and codes.
 
-A b-bit code is a signed integer q in [-2^(b-1), 2^(b-1)-1]. One scale s (and, for asymmetric schemes,
-one integer zero point z) serves a group of `group_size` consecutive input columns of one output row:
+A b-bit code is a signed integer q in [-2^(b-1), 2^(b-1)-1]. One scale s (and, for asymmetric
+schemes, one integer zero point z) serves a group of `group_size` consecutive input columns of one
+output row:
 
     q = clamp(round(w / s + z), qmin, qmax)          w ~ (q - z) * s
 
@@ -58,7 +59,7 @@ def code_range(bits: int) -> tuple[int, int]:
 
 
 def group_width(scheme: WeightScheme, in_features: int) -> int:
-    """Columns per group for a Linear with `in_features` inputs; ValueError if it does not divide."""
+    """Columns per group for a Linear with `in_features` inputs; ValueError if no whole groups."""
     width = in_features if scheme.group_size == PER_CHANNEL else scheme.group_size
     if in_features % width:
         raise ValueError(f"group_size {width} does not divide in_features {in_features}")
@@ -82,7 +83,7 @@ def round_to_codes(
 
 
 def dequantize(linear: QuantizedLinear, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weight (out, in) that `linear` stands for: (codes - zero_point) * scale, computed in fp32."""
+    """The weight (out, in) that `linear` stands for: (codes - zero_point) * scale, in fp32 math."""
     out_features, num_groups = linear.scale.shape
     codes = linear.codes.view(out_features, num_groups, -1).float()
     if linear.zero_point is not None:

@@ -58,7 +58,7 @@ class Checkpoint:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
         with info.file.open("rb") as file:
             file.seek(info.offset)
-            if file.readinto(memoryview(raw.numpy())) != info.nbytes:
+            if file.readinto(raw.numpy().data) != info.nbytes:
                 raise ValueError(f"{info.file}: truncated inside tensor {name!r}")
         return raw.view(info.dtype).view(info.shape)
 
