@@ -1,0 +1,78 @@
+"""Running statistics of the inputs of Linears.
+
+Legend: N tokens seen, I in_features. A row x (I,) is the input of the Linear for one token.
+
+  second_moment   (I, I) fp32   sum of x x^T: the Hessian of the layer-wise squared error, up to a
+                                factor (GPTQ, arXiv 2210.17323, eq. 3)
+  mean_square     (I,)   fp32   its diagonal divided by N: how much an error in a column matters
+  sample          (S, I)        some tokens of every batch, for measuring errors
+
+Products are accumulated in fp32 whatever the dtype of the inputs: a second moment summed in bf16 is
+not positive definite. Only blocks on and above the diagonal are multiplied, the rest is mirrored.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+_PANEL = 384  # columns per panel of the symmetric product: fewer flops below, longer products above
+SAMPLE_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class InputStatistics:
+    """Accumulates over batches; `full` keeps the whole second moment, else only its diagonal."""
+
+    in_features: int
+    full: bool
+    tokens_per_batch: int
+    device: torch.device
+    num_tokens: int = 0
+    _moment: torch.Tensor = field(init=False)
+    _sample: list[torch.Tensor] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        shape = (self.in_features,) * (2 if self.full else 1)
+        self._moment = torch.zeros(shape, dtype=torch.float32, device=self.device)
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Count `inputs` (..., I), any float dtype. Raises ValueError if one is not finite."""
+        rows = inputs.reshape(-1, self.in_features)
+        chosen = torch.randperm(rows.shape[0], generator=torch.Generator().manual_seed(0))
+        self._sample.append(rows[chosen[: self.tokens_per_batch].to(rows.device)])
+        rows = rows.float()
+        if self.full:
+            _add_outer_products(self._moment, rows)
+            checked = self._moment.diagonal()
+        else:
+            checked = self._moment.add_(rows.square().sum(0))
+        if not torch.isfinite(checked).all():
+            column = int((~torch.isfinite(checked)).nonzero()[0])
+            raise ValueError(f"calibration input is not finite in column {column}")
+        self.num_tokens += rows.shape[0]
+
+    @property
+    def second_moment(self) -> torch.Tensor:
+        """(I, I) fp32, symmetric, a fresh copy. Only for statistics made with `full`."""
+        assert self.full, "these statistics hold only the diagonal"
+        upper = torch.triu(self._moment)
+        return upper + torch.triu(upper, 1).T
+
+    @property
+    def mean_square(self) -> torch.Tensor:
+        """(I,) fp32."""
+        diagonal = self._moment.diagonal() if self.full else self._moment
+        return diagonal / max(self.num_tokens, 1)
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """(S, I) in the dtype of the inputs."""
+        return torch.cat(self._sample)
+
+
+def _add_outer_products(moment: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows^T rows to the panels of `moment` (I, I) on and above its diagonal."""
+    columns = rows.shape[1]
+    for start in range(0, columns, _PANEL):
+        stop = min(start + _PANEL, columns)
+        moment[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])

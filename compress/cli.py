@@ -1,0 +1,305 @@
+"""The command line. Commands import what they need when they run, so that help answers at once."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compress.errors import CheckFailed
+
+EXIT_CHECK_FAILED, EXIT_BAD_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    help="Compress large language models: quantize, train drafts, measure what it costs and gains.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+recipes_app = typer.Typer(help="Recipes that come with the package.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+_UsageError: Any = typer.BadParameter.__base__  # of the click that this typer carries
+_settings = {"verbose": False}
+
+
+def _set_verbose(value: bool) -> None:
+    _settings["verbose"] = _settings["verbose"] or value
+
+
+Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or `demo`.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the report to this file (- for stdout).")
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no tables.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", help="Tracebacks on errors.", callback=_set_verbose),
+]
+
+
+@app.command()
+def quantize(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write.")] = None,
+    recipe: Annotated[str, typer.Option(help="Name or YAML file.")] = "gptq-w4a16",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a recipe value: KEY.PATH=VALUE.")
+    ] = None,
+    calib_data: Annotated[
+        str, typer.Option(help="Text or jsonl file, hub:NAME, or `pydoc`.")
+    ] = "pydoc",
+    calib_samples: Annotated[int, typer.Option(help="Calibration sequences.")] = 128,
+    calib_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    offline: Offline = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Calibrate MODEL and write a packed checkpoint."""
+    if output is None and not dry_run:
+        raise typer.BadParameter("missing: where should the checkpoint go?", param_hint="-o")
+    from compress import quantize as work
+    from compress import render
+    from compress.calib.data import CalibrationSpec
+    from compress.recipe import load_recipe
+    from compress.run import QuantizeJob
+
+    job = QuantizeJob(
+        model=model,
+        output=output or Path("unused"),
+        recipe=load_recipe(recipe, overrides or ()),
+        calibration=CalibrationSpec(
+            source=calib_data, num_samples=calib_samples, length=calib_length, seed=seed
+        ),
+        device=device,
+        offline=offline,
+        resume=resume,
+        force=force,
+        quiet=quiet,
+    )
+    if dry_run:
+        _, _, plan = work.plan_job(job)
+        _write_json(json_file, render.plan_to_dict(plan))
+        if not quiet and not _to_stdout(json_file):
+            render.print_plan(plan)
+        return
+    report = work.quantize(job)
+    _write_json(json_file, report)
+    if not quiet and not _to_stdout(json_file):
+        render.print_quantize_report(report, str(output))
+
+
+@app.command("serve-eval")
+def serve_eval(
+    model: Model,
+    baseline: Annotated[
+        str | None, typer.Option(help="Measured in the same run, interleaved.")
+    ] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft folder for speculation.")] = None,
+    ppl_data: Annotated[str, typer.Option(help="Text file, `pydoc`, or `none`.")] = "pydoc",
+    ppl_protocol: Annotated[str, typer.Option(help="How perplexity is defined.")] = "gptq",
+    ppl_window: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
+    ppl_limit: Annotated[int | None, typer.Option(help="First windows only.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="batch:N and rate:R, comma-separated, or `none`.")
+    ] = "batch:1,batch:16",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Runs of each workload.")] = 3,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
+    offline: Offline = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run MODEL on the engine: perplexity, throughput and latency, with the protocol."""
+    from compress.evalsuite import report
+    from compress.evalsuite.serve_eval import ServeEvalOptions
+    from compress.evalsuite.serve_eval import serve_eval as work
+
+    options = ServeEvalOptions(
+        model=model,
+        baseline=baseline,
+        draft=draft,
+        ppl_data=ppl_data,
+        ppl_protocol=ppl_protocol,
+        ppl_window=ppl_window,
+        ppl_limit=ppl_limit,
+        workload=workload,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        offline=offline,
+        quiet=quiet,
+        command=_command_line(),
+    )
+    result = work(options)
+    _write_json(json_file, result)
+    if not quiet and not _to_stdout(json_file):
+        report.print_report(result)
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path("demo"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    json_file: JsonFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize the demo model and measure it beside the original: the tool in one command."""
+    report = ["--json", str(json_file)] if json_file else []
+    for arguments in (
+        ["quantize", "demo", "-o", str(output), *(["--force"] if force else [])],
+        ["serve-eval", str(output), "--baseline", "demo", "--ppl-limit", "8", *report],
+    ):
+        print(f"$ compress {' '.join(arguments)}", flush=True)
+        sys.argv[1:] = arguments  # the protocol card shows the command that makes the figures
+        app(args=arguments, standalone_mode=False)
+
+
+@app.command()
+def verify(
+    checkpoint: Checkpoint,
+    against: Annotated[
+        Path | None, typer.Option(help="Source checkpoint to compare weights with.")
+    ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Re-read every tensor of CHECKPOINT and check it against its config and its source."""
+    from compress import render
+    from compress.export.verify import verify_checkpoint
+
+    report = verify_checkpoint(checkpoint, against)
+    if not quiet:
+        render.print_verify_report(report)
+    failed = [check.name for check in report.checks if not check.ok]
+    if failed:
+        raise CheckFailed(f"{checkpoint}: {len(failed)} checks failed ({', '.join(failed)})")
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say what CHECKPOINT holds, without loading it."""
+    from compress import render
+    from compress.export.inspect import inspect_checkpoint
+
+    facts = inspect_checkpoint(checkpoint)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        render.print_inspection(facts)
+
+
+@recipes_app.command("list")
+def recipes_list() -> None:
+    """Names of the shipped recipes, with what each does."""
+    from compress.recipe import shipped_recipes
+
+    for name, text in shipped_recipes().items():
+        print(f"{name:<16} {text.splitlines()[0].removeprefix('# ')}")
+
+
+@recipes_app.command("show")
+def recipes_show(name: str) -> None:
+    """Print a recipe."""
+    from compress.lookup import lookup
+    from compress.recipe import shipped_recipes
+
+    print(lookup(shipped_recipes(), name, "recipe"), end="")
+
+
+@recipes_app.command("copy")
+def recipes_copy(
+    name: str,
+    destination: Annotated[Path | None, typer.Argument(help="File; NAME.yaml by default.")] = None,
+) -> None:
+    """Copy a recipe to a file, to edit it."""
+    from compress.lookup import lookup
+    from compress.recipe import shipped_recipes
+
+    text = lookup(shipped_recipes(), name, "recipe")
+    file = destination or Path(f"{name}.yaml")
+    with file.open("x", encoding="utf-8") as stream:  # never overwrites
+        stream.write(text)
+    print(file)
+
+
+def _write_json(file: Path | None, values: dict[str, Any]) -> None:
+    text = json.dumps(values, indent=2)
+    if _to_stdout(file):
+        print(text)
+    elif file is not None:
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def _to_stdout(file: Path | None) -> bool:
+    return file is not None and str(file) == "-"
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join(["compress", *sys.argv[1:]])
+
+
+def main() -> None:
+    """Run the command line and exit with the code that its end deserves."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code of one command: 0 done, 1 a check failed, 2 bad usage or input, 130 interrupted."""
+    try:
+        app(args=arguments, standalone_mode=False)
+    except _UsageError as error:
+        return _fail(error.format_message(), EXIT_BAD_USAGE)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _fail(_one_line(error, "interrupted"), EXIT_INTERRUPTED)
+    except CheckFailed as error:
+        return _fail(_one_line(error), EXIT_CHECK_FAILED)
+    except (ValueError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return _fail(_one_line(error), EXIT_CHECK_FAILED if full else EXIT_BAD_USAGE)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    if _settings["verbose"]:
+        import traceback
+
+        traceback.print_exc()
+    print(f"compress: error: {message}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: BaseException, message: str = "") -> str:
+    """What went wrong, where, and what to do: the message and the notes of `error` in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        place = f": {error.filename}" if error.filename else ""
+        message = f"{error.strerror}{place}"
+    parts = [message or str(error), *getattr(error, "__notes__", [])]
+    return "; ".join(" ".join(part.split()) for part in parts)

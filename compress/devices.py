@@ -1,0 +1,23 @@
+"""Which device and which dtype a run computes in, when the user does not say."""
+
+import torch
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first GPU if there is one; a GPU asked for by name must be there."""
+    if name not in ("auto", "cpu") and not name.startswith("cuda"):
+        raise ValueError(f"unknown device {name!r} (available: auto, cpu, cuda, cuda:N)")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: no GPU is visible to torch {torch.__version__}")
+    return torch.device(name)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it in hardware, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

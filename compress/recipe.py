@@ -1,0 +1,129 @@
+"""Recipes: what to quantize to, and how. A run is one recipe plus a model and calibration data.
+
+A recipe is a YAML file with the fields of `Recipe`. The ones shipped lie in `recipes/`; they are
+meant to be copied and edited. Unknown keys are errors, and errors name the key by its path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from compress.calib.methods import Method
+from compress.lookup import lookup
+from compress.scheme import QuantScheme
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """`ignore` holds module names or `re:` patterns of Linears that stay in float.
+
+    `dtype` is the dtype of everything stored in float, scales included; `auto` keeps that of the
+    source checkpoint.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    scheme: QuantScheme = field(default_factory=QuantScheme)
+    method: Method
+    ignore: tuple[str, ...] = ()
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for YAML, JSON and fingerprints."""
+        return asdict(self)
+
+
+@cache
+def _adapter() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name -> YAML text of the recipes that come with the package."""
+    files = resources.files("compress.recipes").iterdir()
+    return {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in sorted(files, key=lambda file: file.name)
+        if file.name.endswith(".yaml")
+    }
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a shipped recipe by name, or a YAML file by path, with `key.path=value` overrides.
+
+    Raises ValueError for an unknown name, key or value, FileNotFoundError for a missing file.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        text = lookup(shipped_recipes(), name, "recipe")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {name}: not valid YAML ({_one_line(error)})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"recipe {name}: expected a mapping with the key `method`")
+    for override in overrides:
+        _apply(values, override)
+    return _validate(name, values)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Set one `key.path=value` in nested `values`; the value is read as YAML."""
+    path, separator, text = override.partition("=")
+    keys = path.split(".")
+    if not separator or not all(keys):
+        raise ValueError(f"--set {override}: expected KEY.PATH=VALUE")
+    node = values
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ValueError(f"--set {override}: {'.'.join(keys[:depth])} is not a mapping")
+        node = child
+    try:
+        node[keys[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {override}: not a YAML value ({_one_line(error)})") from None
+
+
+def _validate(name: str, values: dict[str, Any]) -> Recipe:
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError as error:
+        problems = "; ".join(_problem(item, values) for item in error.errors())
+        raise ValueError(f"recipe {name}: {problems}") from None
+
+
+def _problem(item: Any, values: dict[str, Any]) -> str:
+    """One validation error as `key.path: message`."""
+    parts = [str(part) for part in item["loc"]]
+    if parts[:1] == ["method"] and parts[1:2] == [str((values.get("method") or {}).get("kind"))]:
+        parts.pop(1)  # pydantic names the chosen alternative after the key; users did not write it
+    if item["type"] == "union_tag_invalid":
+        known = item["ctx"]["expected_tags"].replace("'", "").split(", ")
+        try:
+            lookup(dict.fromkeys(known), item["ctx"]["tag"], "method")
+        except ValueError as error:
+            return f"{'.'.join(parts)}.kind: {error}"
+    if item["type"] == "unexpected_keyword_argument":
+        return f"{'.'.join(parts)}: unknown key"
+    message = item["msg"].removeprefix("Value error, ")
+    given = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
+    return f"{'.'.join(parts)}: {message}{given}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

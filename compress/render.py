@@ -1,0 +1,92 @@
+"""Tables for the terminal. Everything here only reads plain values and prints them to stdout."""
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compress.export.verify import VerifyReport
+    from compress.plan import Plan
+
+_WORST_LAYERS = 5
+
+
+def megabytes(num_bytes: float) -> str:
+    """Bytes as decimal megabytes, as disks and checkpoints are labelled."""
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def print_plan(plan: "Plan") -> None:
+    """Every Linear with its scheme or the reason why it stays in float, and the totals."""
+    table = Table("linear", "shape", "scheme", title="plan")
+    for linear in plan.linears:
+        table.add_row(linear.name, f"{linear.shape[0]} x {linear.shape[1]}", linear.scheme.label)
+    for row in plan.left_in_float:
+        table.add_row(row.name, "", f"float: {row.reason}", style="dim")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{len(plan.linears)} Linears at {plan.bits_per_weight:.2f} bits per weight,"
+        f" {len(plan.left_in_float)} left in float;"
+        f" weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)};"
+        f" peak memory about {megabytes(plan.peak_memory_bytes)}"
+    )
+
+
+def plan_to_dict(plan: "Plan") -> dict[str, Any]:
+    """The plan with the keys that the report of a run has too."""
+    return {
+        "bytes": {"before": plan.bytes_before, "after": plan.bytes_after},
+        "bits_per_weight": plan.bits_per_weight,
+        "planned_peak_rss_bytes": plan.peak_memory_bytes,
+        "layers": [
+            {"name": row.name, "shape": list(row.shape), "scheme": row.scheme.label}
+            for row in plan.linears
+        ],
+        "left_in_float": [{"name": row.name, "reason": row.reason} for row in plan.left_in_float],
+    }
+
+
+def print_quantize_report(report: dict[str, Any], output: str) -> None:
+    """What a run did: totals, the layers with the largest error, and every fallback."""
+    table = Table("linear", "scheme", "relative error", "note", title="largest output errors")
+    layers = sorted(report["layers"], key=lambda row: -row["relative_error"])
+    for row in layers[:_WORST_LAYERS]:
+        error = f"{row['relative_error']:.4f}"
+        table.add_row(row["name"], row["scheme"], error, row["fallback"] or "")
+    console = Console()
+    console.print(table)
+    for row in layers:
+        if row["fallback"]:
+            console.print(f"fallback in {row['name']}: {row['fallback']}", style="yellow")
+    before, after = report["bytes"]["before"], report["bytes"]["after"]
+    left = report["left_in_float"]
+    console.print(
+        f"{output}: {len(layers)} Linears at {report['bits_per_weight']:.2f} bits per weight,"
+        f" {len(left)} left in float; weights {megabytes(before)} -> {megabytes(after)}"
+        f" ({before / after:.2f}x smaller); {report['seconds']:.0f} s,"
+        f" peak memory {megabytes(report['peak_rss_bytes'])}"
+    )
+
+
+def print_verify_report(report: "VerifyReport") -> None:
+    """One line per check, failed ones first."""
+    console = Console()
+    for check in sorted(report.checks, key=lambda check: check.ok):
+        mark = "[green]ok[/green]    " if check.ok else "[red]FAILED[/red]"
+        console.print(f"{mark} {check.name}: {check.detail}", highlight=False)
+
+
+def print_inspection(facts: dict[str, Any]) -> None:
+    """The facts of `inspect_checkpoint` as indented `key: value` lines."""
+    _print_mapping(Console(), facts, indent=0)
+
+
+def _print_mapping(console: Console, values: dict[str, Any], indent: int) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            console.print(" " * indent + f"{key}:", highlight=False, markup=False)
+            _print_mapping(console, value, indent + 2)
+        else:
+            console.print(" " * indent + f"{key}: {value}", highlight=False, markup=False)

@@ -1,0 +1,119 @@
+"""The state of an unfinished quantization on disk, so that a killed run can go on where it was.
+
+The staging folder of a run holds, besides the part files of finished blocks:
+
+  lock                held (flock) by the process that works on the folder
+  state.json          fingerprint of everything the result depends on, rows of the report so far
+  activations-N.bin   input of block N, the next one to do
+
+`state.json` is replaced atomically after a block's part file and its outputs are complete; it is
+the commit point. Whatever a killed run left beyond it is written again, to the same bytes.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from compress.artifacts import LayerReport
+from compress.models.checkpoint import read_json
+
+
+@dataclass(slots=True)
+class RunState:
+    """Progress of one run in `folder`; `next_block` is None before the first block's input."""
+
+    folder: Path
+    fingerprint: str
+    next_block: int | None = None
+    seconds: float = 0.0
+    rows: list[LayerReport] = field(default_factory=list)
+
+    def part_file(self, block: int) -> Path:
+        """Where the packed tensors of a block go."""
+        return self.folder / f"part-{block:05d}.safetensors"
+
+    def activations_file(self, block: int) -> Path:
+        """Where the input of a block lies."""
+        return self.folder / f"activations-{block:05d}.bin"
+
+    def commit(self, next_block: int, rows: list[LayerReport], seconds: float) -> None:
+        """Everything before `next_block` is done; its input no longer needs the one before."""
+        self.next_block, self.seconds = next_block, seconds
+        self.rows += rows
+        values = {
+            "fingerprint": self.fingerprint,
+            "next_block": next_block,
+            "seconds": seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        temporary = self.folder / "state.json.tmp"
+        temporary.write_text(json.dumps(values), encoding="utf-8")
+        os.replace(temporary, self.folder / "state.json")
+        self.activations_file(next_block - 1).unlink(missing_ok=True)
+
+
+def fingerprint_of(values: dict[str, Any]) -> str:
+    """SHA-256 of `values` as canonical JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def open_run(folder: Path, fingerprint: str, *, resume: bool, force: bool) -> Iterator[RunState]:
+    """Claim the staging `folder`, new or left by a run with the same `fingerprint`.
+
+    A run that fails before its first commit leaves nothing; later, what was done stays for
+    `resume`. Raises ValueError if another process holds the folder, if it holds an unfinished run
+    and neither `resume` nor `force` is given, or if that run was of other inputs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        _claim(lock, folder)
+        state = _read_state(folder, fingerprint, resume=resume, force=force)
+        try:
+            yield state
+        except BaseException as error:
+            if state.next_block is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                error.add_note("finished blocks are kept: repeat the command with --resume")
+            raise
+
+
+def _claim(lock: TextIO, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder}: another process is writing this output") from None
+
+
+def _read_state(folder: Path, fingerprint: str, *, resume: bool, force: bool) -> RunState:
+    fresh = RunState(folder=folder, fingerprint=fingerprint)
+    if not (folder / "state.json").is_file() or (force and not resume):
+        _clear(folder)
+        return fresh
+    if not resume:
+        raise ValueError(f"{folder}: holds an unfinished run; add --resume or --force (start over)")
+    values = read_json(folder / "state.json")
+    if values["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"{folder}: the unfinished run had another model, recipe, calibration set or version;"
+            " repeat its command, or start over with --force and without --resume"
+        )
+    fresh.next_block, fresh.seconds = values["next_block"], values["seconds"]
+    fresh.rows = [LayerReport(**row) for row in values["rows"]]
+    return fresh
+
+
+def _clear(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != "lock":
+            entry.unlink()
