@@ -86,9 +86,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such checkpoint folder")
     config = read_json(path / "config.json")
+    index = path / "model.safetensors.index.json"
+    weight_map = _weight_map(index) if index.is_file() else {}
     tensors: dict[str, TensorInfo] = {}
-    for file in _weight_files(path):
+    for file in _weight_files(path, sorted(set(weight_map.values())) or ["model.safetensors"]):
         tensors.update(read_header(file))
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise ValueError(f"{path / file_name}: no tensor {name!r}, which {index.name} lists")
     return Checkpoint(path=path, config=config, tensors=tensors)
 
 
@@ -133,16 +138,21 @@ def _tensor_info(file: Path, entry: dict[str, Any], *, start: int, size: int) ->
     return TensorInfo(file=file, dtype=dtype, shape=shape, offset=start + begin, nbytes=nbytes)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map", {})
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [single]
-    missing = [file.name for file in files if not file.is_file()]
-    if files and not missing:
-        return files
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index of a sharded checkpoint."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: expected an object named weight_map that lists tensors")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ValueError(f"{index}: {name!r} needs a plain file name, got {file_name!r}")
+    return weight_map
+
+
+def _weight_files(path: Path, names: list[str]) -> list[Path]:
+    missing = [name for name in names if not (path / name).is_file()]
+    if not missing:
+        return [path / name for name in names]
     others = sorted(file.name for file in path.glob("*.bin"))
     hint = f" (found {others[0]}: save the model with safetensors first)" if others else ""
-    raise FileNotFoundError(f"{path}: missing {', '.join(missing) or 'weights'}{hint}")
+    raise FileNotFoundError(f"{path}: missing {', '.join(missing)}{hint}")

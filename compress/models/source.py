@@ -34,7 +34,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "LICENSE
 
 
 def resolve_model(name: str, *, offline: bool = False, quiet: bool = False) -> Path:
-    """The local checkpoint folder that `name` stands for; `quiet` hides the progress of a conversion.
+    """The local checkpoint folder that `name` stands for; `quiet` hides a conversion's progress.
 
     Raises FileNotFoundError for a missing folder, file or demo package, ValueError for a file that
     is not GGUF and for a hub id when `offline`, and the hub client's OSError when a download fails.
