@@ -1,0 +1,326 @@
+"""Measure a checkpoint on the engine that serves it: how large, how good, how fast.
+
+The order of the work:
+
+    1. resolve the models and check every option against them, before anything slow
+    2. load the engines: the model, the baseline, and the model with its draft
+    3. perplexity of model and baseline on the same windows
+    4. each workload: warm up, then repeats that alternate between the engines
+    5. one report (see report.py), with the card that says how it was measured (see card.py)
+
+Perplexity and speed are measured in the dtype the engine runs in, which the card states for each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from compress.calib.data import evaluation_text
+from compress.evalsuite.card import environment
+from compress.evalsuite.perplexity import (
+    PROTOCOLS,
+    EvaluationData,
+    Perplexity,
+    perplexity,
+    select_windows,
+    tokenize,
+)
+from compress.evalsuite.report import rate_ratios, ratio, write_json
+from compress.evalsuite.size import checkpoint_size, packed_linears, scheme_label
+from compress.evalsuite.throughput import (
+    MIN_OUTPUT_TOKENS,
+    WARMUP_OUTPUT_TOKENS,
+    PromptMaker,
+    Run,
+    acceptance_length,
+    identical_outputs,
+    measure,
+    workload_report,
+)
+from compress.evalsuite.workload import Workload, parse_workloads, random_prompts, text_prompts
+from compress.lookup import lookup
+from compress.models.checkpoint import Checkpoint, open_checkpoint
+from compress.models.load import load_tokenizer, resolve_model
+from compress.progress import progress
+from compress.runtime.engine import Engine
+
+MODEL, BASELINE, DRAFT = "model", "baseline", "model with draft"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeEvalOptions:
+    """What to measure. Raises ValueError for values that no model could make right.
+
+    `model`, `baseline`: what `resolve_model` takes; `draft`: a folder. `ppl_data` is a text file,
+    `pydoc`, or `none` to leave perplexity out and prompt with random tokens. `workload` as in
+    workload.py. `json`: where to write the report.
+    """
+
+    model: str
+    baseline: str | None = None
+    draft: Path | None = None
+    ppl_data: str = "pydoc"
+    ppl_protocol: str = "gptq"
+    ppl_window: int = 2048
+    ppl_limit: int | None = None
+    workload: str = "batch:1,batch:16"
+    prompt_tokens: int = 128
+    output_tokens: int = 128
+    repeats: int = 3
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    json: Path | None = None
+    offline: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        lookup(PROTOCOLS, self.ppl_protocol, "perplexity protocol")
+        workloads = parse_workloads(self.workload)
+        for name, least in (
+            ("prompt_tokens", 1),
+            ("output_tokens", MIN_OUTPUT_TOKENS),
+            ("repeats", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not workloads and self.draft is not None:
+            raise ValueError("a draft is measured while generating, but workload is 'none'")
+        if not workloads and self.ppl_data == "none":
+            raise ValueError("nothing to measure: ppl_data and workload are both 'none'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A checkpoint under evaluation: the name that the user gave, and what it stands for."""
+
+    name: str
+    checkpoint: Checkpoint
+
+
+def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
+    """Measure as `options` say, write the JSON file if one is named, and return its content.
+
+    Raises ValueError and OSError for bad input, CheckFailed when a model's output is not finite.
+    """
+    surroundings = environment()
+    subjects = _resolve(options)
+    data = _evaluation_data(options, subjects)
+    workloads = parse_workloads(options.workload)
+    _check_lengths(options, subjects, workloads)
+    engines = _load_engines(options, subjects)
+    scores = _score(options, {role: engines[role] for role in subjects}, data)
+    runs = {
+        workload: measure(
+            engines,
+            workload,
+            make_prompts=_prompt_maker(options, subjects[MODEL], data),
+            output_tokens=options.output_tokens,
+            repeats=options.repeats,
+            seed=options.seed,
+            quiet=options.quiet,
+        )
+        for workload in workloads
+    }
+    report = _assemble(subjects, scores, runs)
+    report["protocol"] = surroundings | _protocol(options, subjects, engines, data)
+    if options.json is not None:
+        write_json(report, options.json)
+    return report
+
+
+def _resolve(options: ServeEvalOptions) -> dict[str, Subject]:
+    """Open the checkpoints by role; also check the folders that are needed only later."""
+    if options.draft is not None and not options.draft.is_dir():
+        raise FileNotFoundError(f"{options.draft}: no such draft folder")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise FileNotFoundError(f"{options.json.parent}: no such folder to write the report to")
+    names = {MODEL: options.model}
+    if options.baseline is not None:
+        names[BASELINE] = options.baseline
+    return {
+        role: Subject(
+            name=name, checkpoint=open_checkpoint(resolve_model(name, offline=options.offline))
+        )
+        for role, name in names.items()
+    }
+
+
+def _evaluation_data(
+    options: ServeEvalOptions, subjects: Mapping[str, Subject]
+) -> EvaluationData | None:
+    """The tokenized text, None for `none`; perplexities per token need one and the same tokens."""
+    if options.ppl_data == "none":
+        return None
+    text = evaluation_text(options.ppl_data)
+    tokenized = {
+        role: tokenize(text, load_tokenizer(subject.checkpoint.path), source=options.ppl_data)
+        for role, subject in subjects.items()
+    }
+    if len({data.tokens_sha256 for data in tokenized.values()}) > 1:
+        raise ValueError(
+            f"{options.model} and {options.baseline} tokenize {options.ppl_data!r} differently: "
+            "their perplexities per token cannot be compared"
+        )
+    data = tokenized[MODEL]
+    select_windows(  # raises now what would be raised after loading
+        data, protocol=options.ppl_protocol, window=options.ppl_window, limit=options.ppl_limit
+    )
+    return data
+
+
+def _check_lengths(
+    options: ServeEvalOptions, subjects: Mapping[str, Subject], workloads: tuple[Workload, ...]
+) -> None:
+    """No sequence of the evaluation may be longer than a model's context."""
+    lengths = {}
+    if options.ppl_data != "none":
+        lengths["ppl_window"] = options.ppl_window
+    if workloads:
+        lengths["prompt_tokens + output_tokens"] = options.prompt_tokens + options.output_tokens
+    for subject in subjects.values():
+        context = subject.checkpoint.config.get("max_position_embeddings")
+        for name, length in lengths.items():
+            if context is not None and length > context:
+                raise ValueError(
+                    f"{name} = {length} does not fit the context of {subject.name} "
+                    f"(max_position_embeddings = {context})"
+                )
+
+
+def _load_engines(options: ServeEvalOptions, subjects: Mapping[str, Subject]) -> dict[str, Engine]:
+    load = partial(Engine.load, dtype=options.dtype, device=options.device)
+    engines = {role: load(subject.checkpoint.path) for role, subject in subjects.items()}
+    if options.draft is not None:
+        engines[DRAFT] = load(subjects[MODEL].checkpoint.path, draft=options.draft)
+    return engines
+
+
+def _score(
+    options: ServeEvalOptions, engines: Mapping[str, Engine], data: EvaluationData | None
+) -> dict[str, Perplexity | None]:
+    if data is None:
+        return dict.fromkeys(engines)
+    settings: dict[str, Any] = {
+        "protocol": options.ppl_protocol,
+        "window": options.ppl_window,
+        "limit": options.ppl_limit,
+    }
+    total = len(select_windows(data, **settings)) * len(engines)
+    with progress("perplexity", total, quiet=options.quiet) as tick:
+        return {
+            role: perplexity(engine, data, tick=tick, **settings)
+            for role, engine in engines.items()
+        }
+
+
+def _prompt_maker(
+    options: ServeEvalOptions, model: Subject, data: EvaluationData | None
+) -> PromptMaker:
+    def make_prompts(num: int, seed: str) -> list[list[int]]:
+        if data is None:
+            vocab_size = model.checkpoint.config["vocab_size"]
+            return random_prompts(vocab_size, num, options.prompt_tokens, seed)
+        return text_prompts(data.tokens, num, options.prompt_tokens, seed)
+
+    return make_prompts
+
+
+def _assemble(
+    subjects: Mapping[str, Subject],
+    scores: Mapping[str, Perplexity | None],
+    runs: Mapping[Workload, Mapping[str, list[Run]]],
+) -> dict[str, Any]:
+    """The report without its card."""
+    parts = {role: _part(role, subject, scores[role], runs) for role, subject in subjects.items()}
+    report = parts[MODEL]
+    if BASELINE in parts:
+        report["baseline"] = parts[BASELINE]
+        report["ratio"] = ratio(parts[MODEL], parts[BASELINE])
+    if any(DRAFT in by_role for by_role in runs.values()):
+        report["speculation"] = _speculation(report, runs)
+    return report
+
+
+def _part(
+    role: str,
+    subject: Subject,
+    score: Perplexity | None,
+    runs: Mapping[Workload, Mapping[str, list[Run]]],
+) -> dict[str, Any]:
+    return {
+        "model": subject.name,
+        "quantized": bool(packed_linears(subject.checkpoint)),
+        "size": checkpoint_size(subject.checkpoint),
+        "perplexity": None if score is None else asdict(score),
+        "throughput": [
+            workload_report(workload, by_role[role]) for workload, by_role in runs.items()
+        ],
+    }
+
+
+def _speculation(
+    model: Mapping[str, Any], runs: Mapping[Workload, Mapping[str, list[Run]]]
+) -> dict[str, Any]:
+    """What the draft changes: tokens per iteration, speed with / without, and the text itself."""
+    with_draft = [run for by_role in runs.values() for run in by_role[DRAFT]]
+    without = [run for by_role in runs.values() for run in by_role[MODEL]]
+    throughput = [
+        {
+            **workload_report(workload, by_role[DRAFT]),
+            "acceptance_length": acceptance_length(by_role[DRAFT]),
+        }
+        for workload, by_role in runs.items()
+    ]
+    return {
+        "acceptance_length": acceptance_length(with_draft),
+        "identical_outputs": identical_outputs(with_draft, without),
+        "throughput": throughput,
+        "speedup": rate_ratios(throughput, model["throughput"]),
+    }
+
+
+def _protocol(
+    options: ServeEvalOptions,
+    subjects: Mapping[str, Subject],
+    engines: Mapping[str, Engine],
+    data: EvaluationData | None,
+) -> dict[str, Any]:
+    """The part of the card that the options and the models decide."""
+    card: dict[str, Any] = {
+        role: {
+            "name": subject.name,
+            "path": str(subject.checkpoint.path),
+            "fingerprint": subject.checkpoint.fingerprint,
+            "scheme": scheme_label(subject.checkpoint),
+            "dtype": str(engines[role].dtype).removeprefix("torch."),
+            "device": str(engines[role].device),
+        }
+        for role, subject in subjects.items()
+    }
+    card["draft"] = None if options.draft is None else str(options.draft)
+    card["seed"] = options.seed
+    if data is not None:
+        chosen = PROTOCOLS[options.ppl_protocol]
+        card["perplexity"] = {
+            "protocol": f"{options.ppl_protocol} v{chosen.version}",
+            "data": data.source,
+            "window": options.ppl_window,
+            "stride": chosen.stride(options.ppl_window),
+            "bos": chosen.bos,
+            "limit": options.ppl_limit,
+        }
+    if parse_workloads(options.workload):
+        card["throughput"] = {
+            "workload": options.workload,
+            "prompt_tokens": options.prompt_tokens,
+            "output_tokens": options.output_tokens,
+            "prompts": "random tokens" if data is None else f"random stretches of {data.source}",
+            "sampling": "greedy, end of sequence ignored",
+            "warm_up": f"one run per engine and workload, {WARMUP_OUTPUT_TOKENS} output tokens",
+            "repeats": options.repeats,
+            "order": "repeats alternate between the engines, other prompts in every repeat",
+        }
+    return card

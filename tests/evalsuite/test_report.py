@@ -1,0 +1,151 @@
+"""The JSON file and the table."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from compress.evalsuite.report import (
+    perplexity_ratio,
+    print_report,
+    rate_ratios,
+    ratio,
+    write_json,
+)
+from compress.evalsuite.throughput import RequestRecord, Run, summarize, workload_report
+from compress.evalsuite.workload import Workload
+
+
+def _throughput(*decode: float, workload: str = "batch:1") -> list[dict[str, Any]]:
+    prefill = [10 * value for value in decode]
+    return [
+        {
+            "workload": workload,
+            "prefill_tokens_per_s": summarize(prefill),
+            "decode_tokens_per_s": summarize(decode),
+        }
+    ]
+
+
+def _part(num_bytes: int, value: float, *decode: float, quantized: bool) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "quantized": quantized,
+        "size": {
+            "bytes": num_bytes,
+            "bits_per_weight": num_bytes / 1e6,
+            "quantized_bits_per_weight": 4.25 if quantized else None,
+        },
+        "perplexity": {
+            "value": value,
+            "stderr": 0.25,
+            "window_nll": [math.log(value) - 0.5, math.log(value) + (0.52 if quantized else 0.5)],
+        },
+        "throughput": _throughput(*decode),
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    model = _part(8_000_000, 22.0, 40.0, 30.0, quantized=True)
+    baseline = _part(32_000_000, 20.0, 10.0, 20.0, quantized=False)
+    card = {"command": "compress serve-eval packed", "hardware": {"gpus": [{"name": "H200"}]}}
+    both = {"baseline": baseline, "ratio": ratio(model, baseline), "protocol": card}
+    return model | both
+
+
+def _printed(report: dict[str, Any]) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    print_report(report, console)
+    return console.export_text()
+
+
+def test_rate_ratios_pair_the_interleaved_runs() -> None:
+    (entry,) = rate_ratios(_throughput(40.0, 30.0, 1.0), _throughput(10.0, 20.0, 2.0))
+    assert entry["workload"] == "batch:1"
+    assert entry["decode_tokens_per_s"]["runs"] == [4.0, 1.5, 0.5]
+    assert entry["decode_tokens_per_s"]["median"] == 1.5  # the ratio of the medians is 3
+
+
+def test_ratio_divides_model_by_baseline(report: dict[str, Any]) -> None:
+    assert report["ratio"]["bytes"] == 0.25
+    assert report["ratio"]["bits_per_weight"] == 0.25
+
+
+def test_perplexity_ratio_pairs_the_windows() -> None:
+    # differences 0.1 and 0.3: mean 0.2, standard deviation 0.2 / sqrt 2, over sqrt 2
+    result = perplexity_ratio({"window_nll": [2.1, 5.3]}, {"window_nll": [2.0, 5.0]})
+    assert result["value"] == pytest.approx(math.exp(0.2))
+    assert result["stderr"] == pytest.approx(math.exp(0.2) * 0.1)
+    alone = perplexity_ratio({"window_nll": [2.1]}, {"window_nll": [2.0]})
+    assert alone == {"value": pytest.approx(math.exp(0.1)), "stderr": None}
+
+
+def test_ratio_without_perplexity_is_null(report: dict[str, Any]) -> None:
+    assert ratio(report | {"perplexity": None}, report["baseline"])["perplexity"] is None
+
+
+def test_print_report_shows_original_packed_ratio_and_card(report: dict[str, Any]) -> None:
+    rows = [" ".join(line.split()) for line in _printed(report).splitlines()]
+    assert "original packed ratio" in rows
+    assert "bytes on disk 32.0 MB 8.0 MB 0.250" in rows
+    assert "bits per weight 32.00 8.00 0.250" in rows
+    assert "quantized layers alone 4.25" in rows
+    assert "perplexity 20.000 +- 0.250 22.000 +- 0.250 1.111 +- 0.011" in rows
+    assert "decode tokens/s, batch:1 15.0 +- 7.1 35.0 +- 7.1 2.75 +- 1.77" in rows
+    assert "command compress serve-eval packed" in rows
+    assert "hardware.gpus.0.name H200" in rows
+
+
+def test_print_report_without_baseline_or_perplexity(report: dict[str, Any]) -> None:
+    alone = {k: v for k, v in report.items() if k not in ("baseline", "ratio")}
+    alone |= {"perplexity": None, "throughput": _throughput(40.0)}
+    text = _printed(alone)
+    assert "ratio" not in text
+    assert "perplexity" not in text
+    assert "40.0" in text
+    assert "+-" not in text  # one run has no deviation
+
+
+def test_print_report_shows_latencies_of_a_request_rate(report: dict[str, Any]) -> None:
+    records = tuple(
+        RequestRecord(arrival=0.0, prompt_tokens=4, token_ids=(1, 2), token_times=(t, t + 0.25))
+        for t in (1.0, 2.0, 3.0)
+    )
+    workload = Workload(label="rate:2x3", num_requests=3, rate=2.0)
+    entries = [workload_report(workload, [Run(records=records)])]
+    report["baseline"]["throughput"] = report["throughput"] = entries
+    report["ratio"]["throughput"] = rate_ratios(entries, entries)
+    rows = [" ".join(line.split()) for line in _printed(report).splitlines()]
+    assert "ttft p50 / p99 ms, rate:2x3 2000.0 / 2980.0 2000.0 / 2980.0" in rows
+    assert "tpot p50 / p99 ms, rate:2x3 250.0 / 250.0 250.0 / 250.0" in rows
+
+
+def test_print_report_with_a_draft(report: dict[str, Any]) -> None:
+    report["speculation"] = {"acceptance_length": 1.75, "throughput": _throughput(60.0, 80.0)}
+    text = _printed(report)
+    assert "packed + draft" in text
+    assert "acceptance length" in text
+    assert "1.75" in text
+    assert "70.0 +- 14.1" in text
+
+
+def test_write_json_replaces_the_file_whole(report: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    write_json(report, file)
+    assert json.loads(file.read_text()) == report
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_write_json_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json({"value": float("nan")}, file)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
