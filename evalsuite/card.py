@@ -7,9 +7,6 @@ machine (a CPU's marketing name, a GPU where there is none) is null, never guess
 
 import os
 import platform
-import shlex
-import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,24 +19,16 @@ _PACKAGES = ("compress-llm", "torch", "triton", "transformers", "numpy")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
 
 
-def environment() -> dict[str, Any]:
-    """The part of the card that does not depend on the model: when, where, with what, by whom."""
+def environment(command: str) -> dict[str, Any]:
+    """The part of the card that does not depend on the model; `command` is the line to repeat."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(sys.argv),
+        "command": command,
         "hardware": hardware(),
         "threads": threads(),
         "software": software(),
         "load_average_at_start": load_average(),
     }
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """`argv` as one line to paste into a shell; the program without the folder it lies in."""
-    program = Path(argv[0])
-    if program.name == "__main__.py":
-        return shlex.join(["python", "-m", program.parent.name, *argv[1:]])
-    return shlex.join([program.name, *argv[1:]])
 
 
 def hardware() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The two faces of an evaluation: a JSON object for machines, one table for people.
 
-The JSON holds, beside what else it says,
+The object holds, beside what else it says,
 
     protocol    {...}                                    the card
     size        {bytes, bits_per_weight, ...}
@@ -14,12 +14,9 @@ where a rate is {median, std, runs[]} over the repeats. A ratio of rates is take
 of interleaved runs and then summarized, so it need not be the ratio of the medians.
 """
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -74,17 +71,6 @@ def perplexity_ratio(model: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
         return {"value": value, "stderr": None}
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return {"value": value, "stderr": value * error}
-
-
-def write_json(report: Mapping[str, Any], file: Path) -> None:
-    """Write `report` to `file`, complete or not at all; a NaN or an infinity is a ValueError."""
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compress.calib.data import evaluation_text
 from compress.evalsuite.card import environment
@@ -27,8 +27,7 @@ from compress.evalsuite.perplexity import (
     select_windows,
     tokenize,
 )
-from compress.evalsuite.report import rate_ratios, ratio, write_json
-from compress.evalsuite.size import checkpoint_size, packed_linears, scheme_label
+from compress.evalsuite.report import rate_ratios, ratio
 from compress.evalsuite.throughput import (
     MIN_OUTPUT_TOKENS,
     WARMUP_OUTPUT_TOKENS,
@@ -40,6 +39,7 @@ from compress.evalsuite.throughput import (
     workload_report,
 )
 from compress.evalsuite.workload import Workload, parse_workloads, random_prompts, text_prompts
+from compress.export.inspect import inspect_checkpoint
 from compress.lookup import lookup
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
@@ -55,7 +55,7 @@ class ServeEvalOptions:
 
     `model`, `baseline`: what `resolve_model` takes; `draft`: a folder. `ppl_data` is a text file,
     `pydoc`, or `none` to leave perplexity out and prompt with random tokens. `workload` as in
-    workload.py. `json`: where to write the report.
+    workload.py. `command` is the line that the card shows to repeat the run.
     """
 
     model: str
@@ -69,10 +69,10 @@ class ServeEvalOptions:
     prompt_tokens: int = 128
     output_tokens: int = 128
     repeats: int = 3
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
     seed: int = 0
-    json: Path | None = None
+    command: str = ""
     offline: bool = False
     quiet: bool = False
 
@@ -94,18 +94,28 @@ class ServeEvalOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A checkpoint under evaluation: the name that the user gave, and what it stands for."""
+    """A checkpoint under evaluation; `name` is what the user called it.
+
+    `facts` is what `inspect_checkpoint` says of it.
+    """
 
     name: str
     checkpoint: Checkpoint
+    facts: dict[str, Any]
+
+    @property
+    def scheme(self) -> str:
+        """The schemes of its Linears, or the dtypes of a float checkpoint."""
+        schemes = [entry["scheme"] for entry in self.facts["schemes"]]
+        return ", ".join(schemes) or f"float ({', '.join(self.facts['dtypes'])})"
 
 
 def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
-    """Measure as `options` say, write the JSON file if one is named, and return its content.
+    """Measure as `options` say and return the report: plain JSON values, see report.py.
 
     Raises ValueError and OSError for bad input, CheckFailed when a model's output is not finite.
     """
-    surroundings = environment()
+    surroundings = environment(options.command)  # before any work: the load is the others'
     subjects = _resolve(options)
     data = _evaluation_data(options, subjects)
     workloads = parse_workloads(options.workload)
@@ -126,8 +136,6 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     }
     report = _assemble(subjects, scores, runs)
     report["protocol"] = surroundings | _protocol(options, subjects, engines, data)
-    if options.json is not None:
-        write_json(report, options.json)
     return report
 
 
@@ -135,17 +143,15 @@ def _resolve(options: ServeEvalOptions) -> dict[str, Subject]:
     """Open the checkpoints by role; also check the folders that are needed only later."""
     if options.draft is not None and not options.draft.is_dir():
         raise FileNotFoundError(f"{options.draft}: no such draft folder")
-    if options.json is not None and not options.json.parent.is_dir():
-        raise FileNotFoundError(f"{options.json.parent}: no such folder to write the report to")
     names = {MODEL: options.model}
     if options.baseline is not None:
         names[BASELINE] = options.baseline
-    return {
-        role: Subject(
-            name=name, checkpoint=open_checkpoint(resolve_model(name, offline=options.offline))
-        )
-        for role, name in names.items()
-    }
+    return {role: _open(name, offline=options.offline) for role, name in names.items()}
+
+
+def _open(name: str, *, offline: bool) -> Subject:
+    path = resolve_model(name, offline=offline)
+    return Subject(name=name, checkpoint=open_checkpoint(path), facts=inspect_checkpoint(path))
 
 
 def _evaluation_data(
@@ -252,8 +258,13 @@ def _part(
 ) -> dict[str, Any]:
     return {
         "model": subject.name,
-        "quantized": bool(packed_linears(subject.checkpoint)),
-        "size": checkpoint_size(subject.checkpoint),
+        "quantized": bool(subject.facts["schemes"]),
+        "size": {
+            "bytes": subject.facts["bytes"]["total"],
+            "parameters": subject.facts["num_weights"],
+            "bits_per_weight": subject.facts["bits_per_weight"]["overall"],
+            "quantized_bits_per_weight": subject.facts["bits_per_weight"]["quantized"],
+        },
         "perplexity": None if score is None else asdict(score),
         "throughput": [
             workload_report(workload, by_role[role]) for workload, by_role in runs.items()
@@ -294,7 +305,7 @@ def _protocol(
             "name": subject.name,
             "path": str(subject.checkpoint.path),
             "fingerprint": subject.checkpoint.fingerprint,
-            "scheme": scheme_label(subject.checkpoint),
+            "scheme": subject.scheme,
             "dtype": str(engines[role].dtype).removeprefix("torch."),
             "device": str(engines[role].device),
         }

@@ -1,9 +1,7 @@
 """The JSON file and the table."""
 
 import io
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from compress.evalsuite.report import (
     print_report,
     rate_ratios,
     ratio,
-    write_json,
 )
 from compress.evalsuite.throughput import RequestRecord, Run, summarize, workload_report
 from compress.evalsuite.workload import Workload
@@ -132,20 +129,3 @@ def test_print_report_with_a_draft(report: dict[str, Any]) -> None:
     assert "acceptance length" in text
     assert "1.75" in text
     assert "70.0 +- 14.1" in text
-
-
-def test_write_json_replaces_the_file_whole(report: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    file.write_text("old")
-    write_json(report, file)
-    assert json.loads(file.read_text()) == report
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_write_json_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    file.write_text("old")
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_json({"value": float("nan")}, file)
-    assert file.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [file]
