@@ -76,10 +76,10 @@ def round_to_codes(
     """
     out_features, num_groups = scale.shape
     grouped = weight.float().view(out_features, num_groups, -1)
-    codes = torch.round(grouped / scale.float()[..., None])
+    codes = grouped / scale.float()[..., None]
     if zero_point is not None:
-        codes = codes + zero_point.float()[..., None]
-    return codes.clamp_(*code_range(bits)).to(torch.int8).view_as(weight)
+        codes += zero_point.float()[..., None]
+    return codes.round_().clamp_(*code_range(bits)).to(torch.int8).view_as(weight)
 
 
 def dequantize(linear: QuantizedLinear, dtype: torch.dtype = torch.float32) -> torch.Tensor:
