@@ -26,8 +26,8 @@ from compress.models.checkpoint import SAFETENSORS_DTYPES, TensorInfo, read_head
 
 PROVENANCE_FILE = "compress.json"  # how the checkpoint was made, see inspect.py
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+INDEX_FILE = "model.safetensors.index.json"
 _COPY_BYTES = 4 << 20
-_INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -96,7 +96,7 @@ def merge_shards(
         weight_map.update((entry.name, file.name) for entry in shard)
     total_size = sum(entry.nbytes for shard in shards for entry in shard)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    write_json(folder / _INDEX_FILE, index)
+    write_json(folder / INDEX_FILE, index)
 
 
 def staging_dir(out: Path) -> Path:
@@ -149,20 +149,18 @@ def side_files(folder: Path, *, skip: Path | None = None) -> list[Path]:
 
     That is all but weights and their indices, `config.json`, the provenance file, and version
     control and cache folders: tokenizer, chat template, generation config, Python files, licence.
-    A folder `skip` inside `folder` is left out.
+    A folder that is or contains `skip` is left out.
     """
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [
             name
             for name in folders
-            if name not in _SKIPPED_FOLDERS
-            and not (skip is not None and (Path(parent) / name).resolve() == skip.resolve())
+            if name not in _SKIPPED_FOLDERS and not _contains(Path(parent) / name, skip)
         ]
         for name in files:
             relative = (Path(parent) / name).relative_to(folder)
-            is_own = str(relative) in _OWN_FILES
-            if not is_own and not name.endswith(_WEIGHT_SUFFIXES):
+            if str(relative) not in _OWN_FILES and not name.endswith(_WEIGHT_SUFFIXES):
                 found.append(relative)
     return sorted(found)
 
@@ -174,6 +172,10 @@ def copy_side_files(source: Path, destination: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (source / relative).open("rb") as original, open_atomic(target) as copy:
             shutil.copyfileobj(original, copy, _COPY_BYTES)
+
+
+def _contains(folder: Path, inner: Path | None) -> bool:
+    return inner is not None and inner.resolve().is_relative_to(folder.resolve())
 
 
 def _entry_of_tensor(name: str, tensor: torch.Tensor) -> _Entry:

@@ -1,0 +1,115 @@
+"""Compare a checkpoint with the float checkpoint that it was made from.
+
+What was not quantized must be equal, bit for bit or after the cast to the stored dtype. How far
+a dequantized weight W_hat may be from its source W is bounded by
+
+    ||W - W_hat|| <= 3 * sqrt(sum over weights of s^2 / 12),  at most ||W||       (Frobenius norms)
+
+Rounding to a grid of step s leaves an error that is uniform in [-s/2, s/2], hence of variance
+s^2 / 12; the stored scales s carry the bit width, the group size and the outliers of the layer.
+Clipping and error feedback (GPTQ moves later weights to make up for earlier ones) add to it, up to
+about twice the root. A code off by one costs s on every weight, sqrt(12) = 3.5 times the root, and
+wrong order, axis or sign cost more than ||W||: 3 tells them apart. It holds for methods that round
+the source's weights; one that rescales or rotates them first has no W to compare with.
+"""
+
+import filecmp
+from math import inf
+
+import torch
+
+from compress.artifacts import QuantizedLinear
+from compress.export.checks import Check, Subject, result, same_bits
+from compress.export.compressed_tensors import read_linear
+from compress.export.writer import side_files
+from compress.models.checkpoint import Checkpoint
+from compress.scheme import dequantize
+
+_MAX_ROUNDING_NOISE = 3.0
+# Keys of config.json that quantizing may change.
+_CONFIG_MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "transformers_version"}
+
+
+def compare_config(subject: Subject, source: Checkpoint) -> Check:
+    """The architecture, vocabulary and every other key of `config.json` are the source's."""
+    mine, theirs = subject.checkpoint.config, source.config
+    problems = [
+        f"{key} is {mine.get(key)!r}, the source has {theirs.get(key)!r}"
+        for key in sorted((mine.keys() | theirs.keys()) - _CONFIG_MAY_DIFFER)
+        if mine.get(key) != theirs.get(key)
+    ]
+    return result("config", problems, "equal to the source's, quantization and dtype aside")
+
+
+def compare_untouched(subject: Subject, source: Checkpoint) -> Check:
+    """Every tensor of the source is there and equal, or its Linear is packed; nothing is added."""
+    checkpoint = subject.checkpoint
+    packed = {f"{name}.{local}" for name in subject.packed for local in subject.layout(name)}
+    replaced = {f"{name}.weight" for name in subject.packed}
+    problems, num_cast = [], 0
+    kept = [name for name in source.tensors if name not in replaced]
+    for name in kept:
+        if name not in checkpoint.tensors:
+            if name not in subject.optional:
+                problems.append(f"{name} of the source is missing")
+            continue
+        mine, theirs = checkpoint.read(name), source.read(name)
+        num_cast += mine.dtype != theirs.dtype
+        if not same_bits(mine, theirs.to(mine.dtype)):
+            problems.append(f"{name} differs from the source")
+    added = checkpoint.tensors.keys() - source.tensors.keys() - packed
+    problems += [f"{name} is not in the source" for name in sorted(added)]
+    passed = f"{len(kept)} tensors equal to the source's ({num_cast} after a cast)"
+    return result("untouched", problems, passed)
+
+
+def compare_packed(subject: Subject, source: Checkpoint) -> tuple[Check, dict[str, float]]:
+    """Every packed Linear is its source within rounding; also ||W - W_hat|| / ||W|| by name."""
+    errors: dict[str, float] = {}
+    problems = []
+    for name, scheme in subject.packed.items():
+        weight_name = f"{name}.weight"
+        if not subject.is_intact(name):
+            continue
+        if (info := source.tensors.get(weight_name)) is None or info.shape != subject.linears[name]:
+            problems.append(f"the source has no {weight_name} of shape {subject.linears[name]}")
+            continue
+        try:
+            linear = read_linear(subject.checkpoint, name, scheme)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        weight = source.read(weight_name).float()
+        errors[name] = _relative_error(weight, dequantize(linear))
+        bound = relative_error_bound(linear, weight)
+        if not errors[name] <= bound:
+            problems.append(f"{name} is off by {errors[name]:.3f}, at most {bound:.3f} is rounding")
+    worst = max(errors.values(), default=0.0)
+    passed = f"{len(errors)} Linears within rounding of the source, worst {worst:.3f}"
+    return result("weights", problems, passed), errors
+
+
+def compare_side_files(subject: Subject, source: Checkpoint) -> Check:
+    """Tokenizer, chat template and every other side file of the source, byte for byte."""
+    folder = subject.checkpoint.path
+    files = side_files(source.path, skip=folder)
+    problems = []
+    for file in files:
+        if not (folder / file).is_file():
+            problems.append(f"{file} of the source is missing")
+        elif not filecmp.cmp(folder / file, source.path / file, shallow=False):
+            problems.append(f"{file} differs from the source")
+    return result("side files", problems, f"{len(files)} files equal to the source's")
+
+
+def relative_error_bound(linear: QuantizedLinear, weight: torch.Tensor) -> float:
+    """Largest acceptable ||W - W_hat|| / ||W|| for `weight` (out, in); see the top of this file."""
+    noise = (linear.scale.double().square().sum() * linear.group_size / 12).sqrt()
+    return min(1.0, float(_MAX_ROUNDING_NOISE * noise / weight.double().norm()))
+
+
+def _relative_error(weight: torch.Tensor, approximation: torch.Tensor) -> float:
+    norm, error = float(weight.norm()), float((weight - approximation).norm())
+    if norm == 0:
+        return 0.0 if error == 0 else inf
+    return error / norm

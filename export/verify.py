@@ -1,0 +1,215 @@
+"""Check a finished checkpoint: is it whole, consistent, and what it was made from?
+
+`verify_checkpoint` reads every tensor once, one at a time, and returns a report of named checks;
+with a source checkpoint it also does the comparisons of compare.py. `check_part` is the check of
+the writing loop: what is on disk is what was meant, bit for bit.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compress.artifacts import QuantizedLinear
+from compress.errors import CheckFailed
+from compress.export.checks import Check, Subject, result, same_bits, subject_of, tensor_problem
+from compress.export.compare import (
+    compare_config,
+    compare_packed,
+    compare_side_files,
+    compare_untouched,
+)
+from compress.export.compressed_tensors import matches, read_linear
+from compress.export.inspect import packed_names, stored_bits
+from compress.export.packing import pack_to_int32
+from compress.export.writer import INDEX_FILE
+from compress.models.checkpoint import Checkpoint, open_checkpoint, read_header, read_json
+from compress.models.family import family_of
+from compress.scheme import WeightScheme
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """Result of `verify_checkpoint`.
+
+    `relative_errors` is ||W - W_hat|| / ||W|| per packed Linear, empty without a source.
+    `bits_per_weight` counts the quantized Linears with all their tensors, None if there are none;
+    `bits_per_weight_overall` counts the whole checkpoint.
+    """
+
+    checks: tuple[Check, ...]
+    relative_errors: Mapping[str, float]
+    num_bytes: int
+    bits_per_weight: float | None
+    bits_per_weight_overall: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.ok for check in self.checks)
+
+    @property
+    def failures(self) -> list[str]:
+        """`name: detail` of each check that failed."""
+        return [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+
+
+def verify_checkpoint(path: Path, against: Path | None = None) -> VerifyReport:
+    """Check the float or packed checkpoint folder `path`, alone or `against` its float source.
+
+    A checkpoint that can be read but is wrong gives a report with failed checks. Raises
+    FileNotFoundError for missing files and ValueError for damaged files, unknown architectures
+    and quantizations that this project does not read.
+    """
+    subject = subject_of(open_checkpoint(path))
+    source = open_checkpoint(against) if against is not None else None
+    checks = [_check_tensors(subject, source), _check_finite(subject)]
+    if (path / INDEX_FILE).is_file():
+        checks.append(_check_index(subject.checkpoint))
+    if subject.packed or packed_names(subject.checkpoint):
+        checks += [_check_ignore(subject), _check_fused(subject), *_check_packed(subject)]
+    relative_errors: dict[str, float] = {}
+    if source is None:
+        checks.append(_check_tokenizer(path))
+    else:
+        weights, relative_errors = compare_packed(subject, source)
+        checks += [
+            compare_config(subject, source),
+            compare_untouched(subject, source),
+            *([weights] if subject.packed else []),
+            compare_side_files(subject, source),
+        ]
+    bits = stored_bits(subject.checkpoint)
+    return VerifyReport(
+        checks=tuple(checks),
+        relative_errors=relative_errors,
+        num_bytes=subject.checkpoint.num_bytes,
+        bits_per_weight=bits.quantized,
+        bits_per_weight_overall=bits.overall,
+    )
+
+
+def check_part(file: Path, linears: Mapping[str, QuantizedLinear], scheme: WeightScheme) -> None:
+    """Re-read the packed `linears` (by full name) from `file`; CheckFailed if any bit differs."""
+    part = Checkpoint(path=file, config={}, tensors=read_header(file))
+    for name, meant in linears.items():
+        try:
+            stored = read_linear(part, name, scheme)
+        except ValueError as error:
+            raise CheckFailed(str(error)) from None
+        for tensor, read_back, intended in (
+            ("weight_packed", stored.codes, meant.codes),
+            ("weight_scale", stored.scale, meant.scale),
+            ("weight_zero_point", stored.zero_point, meant.zero_point),
+        ):
+            if not same_bits(read_back, intended):
+                raise CheckFailed(f"{file}: {name}.{tensor} on disk is not what was written")
+
+
+def _check_tensors(subject: Subject, source: Checkpoint | None) -> Check:
+    tensors = subject.checkpoint.tensors
+    found = (tensor_problem(name, tensors, shape) for name, shape in subject.expected.items())
+    problems = [problem for problem in found if problem is not None]
+    known = {*subject.expected, *subject.optional, *(source.tensors if source else ())}
+    known -= {f"{name}.weight" for name in subject.packed}
+    problems += [f"unexpected {name}" for name in tensors if name not in known]
+    return result("tensors", problems, f"{len(tensors)} tensors, all as the config says")
+
+
+def _check_index(checkpoint: Checkpoint) -> Check:
+    """Readers that trust the index open only the shard that it names for a tensor."""
+    index = read_json(checkpoint.path / INDEX_FILE)
+    stored = {name: info.file.name for name, info in checkpoint.tensors.items()}
+    wrong = dict(stored.items() ^ index["weight_map"].items())
+    problems = [f"{name} is not in the shard that the index names" for name in sorted(wrong)]
+    total_size = index.get("metadata", {}).get("total_size", checkpoint.num_bytes)
+    if total_size != checkpoint.num_bytes:
+        problems.append(f"total_size is {total_size}, the tensors take {checkpoint.num_bytes}")
+    return result("index", problems, f"{len(stored)} tensors where the index says")
+
+
+def _check_finite(subject: Subject) -> Check:
+    checkpoint = subject.checkpoint
+    problems = [
+        f"{name} holds NaN or infinity"
+        for name, info in checkpoint.tensors.items()
+        if info.dtype.is_floating_point and not checkpoint.read(name).float().isfinite().all()
+    ]
+    return result("finite", problems, "no NaN or infinity")
+
+
+def _check_ignore(subject: Subject) -> Check:
+    config = subject.checkpoint.config.get("quantization_config") or {}
+    problems = [
+        f"entry {entry!r} names no Linear"
+        for entry in config.get("ignore") or []
+        if not any(matches(name, entry) for name in subject.linears)
+    ]
+    stored_packed = set(packed_names(subject.checkpoint))
+    for name in subject.linears:
+        if name in subject.packed and name not in stored_packed:
+            problems.append(f"{name} is stored in float but not listed")
+        if name not in subject.packed and name in stored_packed:
+            problems.append(f"{name} is stored packed but listed, or not a target")
+    num_float = len(subject.linears) - len(subject.packed)
+    passed = f"{len(subject.packed)} Linears packed, {num_float} float, all as stored"
+    return result("ignore list", problems, passed)
+
+
+def _check_fused(subject: Subject) -> Check:
+    """Loaders stack the Linears that read one input and need one scheme for the stack."""
+    family = family_of(subject.checkpoint.config)
+    problems = []
+    for block in range(int(subject.checkpoint.config["num_hidden_layers"])):
+        for shared in family.shared_inputs:
+            names = [f"{family.blocks}.{block}.{name}" for name in shared.linears]
+            if len({subject.packed.get(name) for name in names}) > 1:
+                problems.append(f"{', '.join(names)} differ in scheme")
+    return result("fused", problems, "Linears that loaders stack share one scheme")
+
+
+def _check_packed(subject: Subject) -> list[Check]:
+    passed = {
+        "scales": "finite and not zero",
+        "zero points": "present exactly in asymmetric Linears",
+        "shapes": "weight_shape is that of the model",
+        "padding": "bits past the last code are zero",
+    }
+    problems: dict[str, list[str]] = {check: [] for check in passed}
+    for name in subject.packed:
+        for check, problem in _packed_problems(subject, name):
+            problems[check].append(problem)
+    return [result(check, problems[check], passed[check]) for check in passed]
+
+
+def _packed_problems(subject: Subject, name: str) -> Iterator[tuple[str, str]]:
+    """(check, problem) for one packed Linear."""
+    checkpoint, scheme = subject.checkpoint, subject.packed[name]
+    if scheme.symmetric == (f"{name}.weight_zero_point" in checkpoint.tensors):
+        verb = "has" if scheme.symmetric else "lacks"
+        yield "zero points", f"{name} ({scheme.label}) {verb} weight_zero_point"
+        return
+    if not subject.is_intact(name):
+        return
+    shape = tuple(checkpoint.read(f"{name}.weight_shape").tolist())
+    if shape != subject.linears[name]:
+        yield "shapes", f"{name}.weight_shape is {shape}, expected {subject.linears[name]}"
+        return
+    linear = read_linear(checkpoint, name, scheme)
+    if not linear.scale.isfinite().all() or (linear.scale == 0).any():
+        yield "scales", f"{name}.weight_scale holds zero, NaN or infinity"
+    repacked = {"weight_packed": pack_to_int32(linear.codes, scheme.bits, 1)}
+    if linear.zero_point is not None:
+        repacked["weight_zero_point"] = pack_to_int32(linear.zero_point, scheme.bits, 0)
+    for local, words in repacked.items():
+        if not torch.equal(words, checkpoint.read(f"{name}.{local}")):
+            yield "padding", f"{name}.{local} has bits set past its last code"
+
+
+def _check_tokenizer(path: Path) -> Check:
+    found = [name for name in TOKENIZER_FILES if (path / name).is_file()]
+    problems = [] if found else [f"none of {', '.join(TOKENIZER_FILES)}"]
+    return result("tokenizer", problems, ", ".join(found))
