@@ -202,11 +202,18 @@ def _render_chat(messages: list[Any], tokenizer: Any) -> str:
 
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template for `messages`; give `text` instead")
+    if not messages or not all(map(_is_message, messages)):
+        raise ValueError("`messages` needs objects with `role` and `content`, at least one")
     try:
         rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the chat template refuses these messages ({error})") from error
     return rendered
+
+
+def _is_message(message: Any) -> bool:
+    """Checked here, because templates render a missing field as nothing."""
+    return isinstance(message, dict) and "role" in message and "content" in message
 
 
 def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
