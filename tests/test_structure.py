@@ -66,9 +66,7 @@ def test_imports_point_one_way(name: str, path: Path) -> None:
 
 def test_import_check_sees_an_upward_import(tmp_path: Path) -> None:
     file = tmp_path / "low.py"
-    file.write_text(
-        "def f():\n    from compress.cli import run\n    import compress.runtime.engine\n"
-    )
+    file.write_text("def f():\n    from compress.cli import run\n    import compress.runtime.x\n")
     assert imported_rooms(file) == {"cli", "runtime"}
 
 

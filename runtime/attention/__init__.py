@@ -1,0 +1,1 @@
+"""Attention over the paged cache: one interface, one file per backend."""

@@ -82,3 +82,12 @@ def edit_config(folder: Path, **changes: object) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace or add tensors of `model.safetensors`; None removes one. `__` stands for a dot."""
+    checkpoint = open_checkpoint(folder)
+    edits = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors} | edits
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_safetensors(folder / "model.safetensors", present)
