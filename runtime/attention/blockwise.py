@@ -1,0 +1,189 @@
+"""Paged attention on a CPU, block by block, without gathering keys and values.
+
+Notation: T rows, S sequences, Q rows of a sequence, N cache blocks read, H key/value heads,
+G query heads per key/value head, B block size, D head_dim, L keys of the longest sequence.
+
+Short queries (decoding, and the verification of a few drafted tokens). Every (sequence, block) pair
+is one item of a batched product, and a range of the pool is its items without a copy:
+
+    s[n] = q[owner(n)] K[n]^T                         (N, H, Q*G, B)
+    p    = softmax of s, regrouped by sequence        (S, H, Q*G, L)   in fp32
+    o    = sum over the items n of a sequence, p[n] V[n]
+
+Only the small scores move between the two orders. If the blocks of the batch do not lie densely in
+the pool, or two sequences share one, they are gathered first; the rest is the same.
+
+Long queries (prompts) go through `scaled_dot_product_attention`: a whole prompt over its own rows,
+a later chunk over the gathered blocks of its sequence.
+
+The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from compress.runtime.attention.base import AttentionSpec, KVPool
+from compress.runtime.attention.block_plan import (
+    MAX_SHORT_QUERY,
+    LongPlan,
+    ShortPlan,
+    plan_long,
+    plan_short,
+)
+from compress.runtime.batch import Batch
+
+
+class BlockwiseAttention:
+    """Attention backend for CPUs."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._block_size = pool.k.shape[3]
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._short: dict[int, _ShortStep] = {}  # window -> plan
+        self._long: dict[int, list[LongPlan]] = {}
+        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Plan each distinct window of the model once."""
+        lens = batch.host_query_lens
+        short = [s for s, length in enumerate(lens) if length <= MAX_SHORT_QUERY]
+        long = [s for s, length in enumerate(lens) if length > MAX_SHORT_QUERY]
+        size = self._block_size
+        # The pool is indexed by (block, offset) in every layer: split the slots once.
+        self._slots = (batch.slots // size, batch.slots % size)
+        self._short.clear()
+        self._long.clear()
+        for window in set(self._spec.windows):
+            if short:
+                plan = plan_short(batch, short, size, window)
+                self._short[window] = _ShortStep(plan, self._spec, self._pool.k.dtype)
+            self._long[window] = plan_long(batch, long, size, window)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """As in `AttentionBackend`."""
+        assert self._slots is not None, "forward() before plan()"
+        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        blocks, offsets = self._slots
+        k_pool[blocks, :, offsets] = k
+        v_pool[blocks, :, offsets] = v
+        window = self._spec.windows[layer]
+        short, long = self._short.get(window), self._long[window]
+        if short is not None and short.covers_batch(q):
+            return short.attend(q, k_pool, v_pool)
+        out = torch.empty_like(q)
+        if short is not None:
+            attended = short.attend(q.index_select(0, short.plan.rows), k_pool, v_pool)
+            rows, is_real = short.plan.rows, short.plan.is_real
+            if is_real is not None:
+                rows, attended = rows[is_real], attended[is_real]
+            out[rows] = attended
+        for plan in long:
+            rows_end = plan.start + plan.count * plan.query_len
+            sliced = slice(plan.start, rows_end)
+            out[sliced] = self._attend_long(plan, q[sliced], k[sliced], v[sliced], k_pool, v_pool)
+        return out
+
+    def _attend_long(
+        self,
+        plan: LongPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, num_heads, head_dim = q.shape
+        q = q.view(plan.count, plan.query_len, num_heads, head_dim).transpose(1, 2)
+        if plan.block_ids is None:
+            shape = (plan.count, plan.query_len, -1, head_dim)
+            k, v = k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
+        else:
+            k = _gather(k_pool, plan.block_ids, plan.context_len)
+            v = _gather(v_pool, plan.block_ids, plan.context_len)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=plan.mask,
+            is_causal=plan.mask is None,
+            scale=self._spec.scale,
+            enable_gqa=self._group > 1,
+        )
+        return out.transpose(1, 2).reshape(rows, num_heads, head_dim)
+
+
+class _ShortStep:
+    """The short queries of one step: the plan and the buffers that its layers share."""
+
+    def __init__(self, plan: ShortPlan, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self._spec = spec
+        self._group = spec.num_heads // spec.num_kv_heads
+        block_size = plan.mask.shape[-1]
+        by_sequence = (
+            plan.num_sequences,
+            spec.num_kv_heads,
+            plan.query_len,
+            self._group,
+            plan.num_entries,
+            block_size,
+        )
+        self._scores = torch.empty(by_sequence)
+        self._probs = torch.empty_like(self._scores)
+        by_entry = (plan.num_sequences, plan.num_entries, *by_sequence[1:4], block_size)
+        self._probs_by_entry = torch.empty(by_entry, dtype=dtype)
+        self._membership = plan.membership.to(dtype)
+
+    def covers_batch(self, q: torch.Tensor) -> bool:
+        """Whether the rows of the batch are exactly the padded queries, in order."""
+        return self.plan.is_real is None and len(self.plan.rows) == len(q)
+
+    def attend(self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor) -> torch.Tensor:
+        """Queries (S * Q, H * G, D) over the pools (num_blocks, H, B, D); same shape out."""
+        plan, group, heads = self.plan, self._group, self._spec.num_kv_heads
+        num_sequences, query_len, entries = plan.num_sequences, plan.query_len, plan.num_entries
+        block_size, head_dim = k_pool.shape[2:]
+        rows = query_len * group
+        if plan.block_ids is None:
+            k, v = k_pool[plan.first : plan.last], v_pool[plan.first : plan.last]
+        else:
+            k, v = k_pool.index_select(0, plan.block_ids), v_pool.index_select(0, plan.block_ids)
+        items = len(plan.owner)
+        queries = q.view(num_sequences, query_len, heads, group, head_dim)
+        if query_len > 1:
+            queries = queries.transpose(1, 2)
+        queries = queries.reshape(num_sequences, heads * rows * head_dim)
+        queries = queries.index_select(0, plan.owner).view(items * heads, rows, head_dim)
+
+        s = torch.bmm(queries, k.view(items * heads, block_size, head_dim).transpose(1, 2))
+        s = s.view(items, heads * rows * block_size)
+        if not plan.in_order:
+            s = s.index_select(0, plan.item_of)
+        s = s.view(num_sequences, entries, heads, query_len, group, block_size)
+        torch.add(plan.mask, s.permute(0, 2, 3, 4, 1, 5), alpha=self._spec.scale, out=self._scores)
+        torch.softmax(self._scores.flatten(4), dim=-1, out=self._probs.flatten(4))
+        self._probs_by_entry.copy_(self._probs.permute(0, 4, 1, 2, 3, 5))
+        p = self._probs_by_entry.view(num_sequences * entries, heads * rows * block_size)
+        if not plan.in_order:
+            p = p.index_select(0, plan.entry_of)
+
+        o = torch.bmm(
+            p.view(items * heads, rows, block_size), v.view(items * heads, block_size, head_dim)
+        )
+        o = o.view(items, heads * rows * head_dim)
+        alone = num_sequences == 1 and plan.in_order
+        o = o.sum(0, keepdim=True) if alone else self._membership @ o
+        o = o.view(num_sequences, heads, query_len, group, head_dim)
+        if query_len > 1:
+            o = o.transpose(1, 2)
+        return o.reshape(num_sequences * query_len, heads * group, head_dim)
+
+
+def _gather(pool: torch.Tensor, block_ids: torch.Tensor, context_len: int) -> torch.Tensor:
+    """The keys or values of one sequence, (1, num_kv_heads, context_len, head_dim)."""
+    blocks = pool.index_select(0, block_ids).transpose(0, 1)
+    return blocks.reshape(1, blocks.shape[0], -1, blocks.shape[3])[:, :, :context_len]

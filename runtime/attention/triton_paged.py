@@ -1,0 +1,41 @@
+"""Paged attention on a GPU: the two paged kernels, straight from the tensors of the batch."""
+
+import torch
+
+from compress.kernels.ops import Ops
+from compress.runtime.attention.base import AttentionSpec, KVPool
+from compress.runtime.batch import Batch
+
+
+class PagedAttention:
+    """Attention backend over `ops.kv_write` and `ops.paged_attention`."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, ops: Ops) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._ops = ops
+        self._batch: Batch | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Keep the batch: its tensors are all that the kernels read."""
+        self._batch = batch
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """As in `AttentionBackend`."""
+        batch = self._batch
+        assert batch is not None, "forward() before plan()"
+        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        self._ops.kv_write(k, v, k_pool, v_pool, batch.slots)
+        return self._ops.paged_attention(
+            q,
+            k_pool,
+            v_pool,
+            batch.block_tables,
+            batch.context_lens,
+            batch.query_starts,
+            scale=self._spec.scale,
+            window=self._spec.windows[layer],
+            max_query_len=max(batch.host_query_lens),
+        )

@@ -1,0 +1,401 @@
+"""The engine: requests in, completions out, one step at a time.
+
+A step is: propose drafts, schedule, build the batch, run the decoder over it, and for every request
+that has caught up with its known tokens choose the next ones. Scoring is the same path without the
+choice: the log-probability of each following token of the prompt is read off in chunks of rows.
+
+The environment variable OMP_WAIT_POLICY=PASSIVE should be set before torch is imported: with it a
+busy machine costs throughput in proportion; without it threads that wait in a spin loop for a
+descheduled one can make a step a hundred times slower.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compress.kernels.ops import select
+from compress.lookup import lookup
+from compress.models.checkpoint import open_checkpoint, read_json
+from compress.runtime.attention.base import AttentionBackend, allocate_pool
+from compress.runtime.attention.blockwise import BlockwiseAttention
+from compress.runtime.attention.triton_paged import PagedAttention
+from compress.runtime.batch import build_batch
+from compress.runtime.blocks import BlockManager
+from compress.runtime.config import DTYPES, decoder_config, token_ids_of
+from compress.runtime.loader import load_decoder
+from compress.runtime.model import Decoder, attention_spec
+from compress.runtime.request import Completion, Request, SamplingParams
+from compress.runtime.sampler import SampledRow, sample
+from compress.runtime.scheduler import ScheduledRequest, Scheduler
+from compress.runtime.speculative.base import DraftContext, DraftProposer, load_proposer
+
+_LOGITS_BYTES = 64 * 2**20  # of fp32 logits at a time while scoring
+_CPU_MEMORY_FRACTION = 0.25  # of what is available, for the cache when its size is not given
+_GPU_MEMORY_FRACTION = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Limits of an engine.
+
+    `num_blocks` None sizes the cache for `max_num_seqs` sequences of the longest length, within a
+    fraction of the free memory. `max_model_len` None is what the model was made for.
+    `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
+    """
+
+    block_size: int = 64
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    max_model_len: int | None = None
+    kernels: str = "auto"
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineStats:
+    """Counts since the engine was made. Acceptance length = verified_tokens / num_verified."""
+
+    num_steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    num_verifications: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens gained per pass that verified drafts, the target's own token included."""
+        return 1.0 + self.accepted_tokens / max(self.num_verifications, 1)
+
+
+class Engine:
+    """Generates with and scores by one loaded model. Not for concurrent use from threads."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        proposer: DraftProposer | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.decoder = decoder
+        self.config = config
+        self.stats = EngineStats()
+        self.max_model_len = min(
+            config.max_model_len or decoder.config.max_positions, decoder.config.max_positions
+        )
+        self._proposer = proposer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._num_named = 0
+        spec = attention_spec(decoder.config)
+        block_bytes = spec.block_bytes(config.block_size, decoder.dtype)
+        num_blocks = config.num_blocks or self._default_num_blocks(block_bytes)
+        self.blocks = BlockManager(num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=config.max_num_seqs, token_budget=config.token_budget
+        )
+        self._pool = allocate_pool(
+            spec, num_blocks, config.block_size, dtype=decoder.dtype, device=decoder.device
+        )
+        self._attention: AttentionBackend = (
+            BlockwiseAttention(spec, self._pool)
+            if decoder.device.type == "cpu"
+            else PagedAttention(spec, self._pool, decoder.ops)
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+        draft: Path | None = None,
+    ) -> "Engine":
+        """Load a float or packed checkpoint folder, and a draft for it.
+
+        dtype 'auto' is the dtype of the checkpoint; device 'auto' is a GPU if there is one. On a
+        CPU the 4-bit product needs 'bfloat16': packed weights are dequantized for other dtypes.
+        """
+        config = config or EngineConfig()
+        checkpoint = open_checkpoint(path)
+        place = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
+        stored = decoder_config(checkpoint.config).dtype
+        decoder = load_decoder(
+            checkpoint,
+            dtype=stored if dtype == "auto" else lookup(DTYPES, dtype, "dtype"),
+            device=place,
+            ops=select(config.kernels, place),
+        )
+        eos = set(decoder.config.eos_token_ids)
+        generation_config = path / "generation_config.json"
+        if generation_config.is_file():
+            eos |= set(token_ids_of(read_json(generation_config).get("eos_token_id")))
+        proposer = load_proposer(draft, decoder) if draft else None
+        return cls(decoder, config, proposer=proposer, eos_token_ids=sorted(eos))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would have something to do."""
+        return bool(self._requests)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; ValueError if it is malformed or could never be finished."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is already in flight")
+        self._check(request)
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    def fork(self, request_id: str, child_id: str, params: SamplingParams) -> None:
+        """Continue a running request a second time, as `child_id`, from its tokens so far.
+
+        The child shares the parent's cache blocks (copied when one of them writes); its prompt is
+        everything the parent knows now.
+        """
+        parent = self._requests.get(request_id)
+        if parent is None or parent not in self.scheduler.running or parent.params is None:
+            raise ValueError(f"request {request_id!r} is not generating")
+        child = Request(request_id=child_id, prompt_ids=list(parent.token_ids), params=params)
+        if child_id in self._requests:
+            raise ValueError(f"request {child_id!r} is already in flight")
+        self._check(child)
+        self.scheduler.fork(parent, child)
+        self._requests[child_id] = child
+
+    def abort(self, request_id: str) -> Completion:
+        """Stop a request now; what it has generated is in the completion."""
+        if request_id not in self._requests:
+            raise ValueError(f"request {request_id!r} is not in flight")
+        return self._finish(self._requests[request_id], "abort")
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Complete every prompt (token ids); completions are in the order of the prompts."""
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params")
+        return self._run(
+            [
+                Request(request_id=self._name(), prompt_ids=list(prompt), params=param)
+                for prompt, param in zip(prompts, params, strict=True)
+            ]
+        )
+
+    def score(self, sequences: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Log-probabilities of each sequence under the model, fp32 on the CPU.
+
+        Entry i of a result (len - 1,) is log p(token[i + 1] | tokens[: i + 1]).
+        """
+        completions = self._run(
+            [
+                Request(request_id=self._name(), prompt_ids=list(sequence), params=None)
+                for sequence in sequences
+            ]
+        )
+        return [c.log_probs for c in completions if c.log_probs is not None]
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Run one iteration over the scheduled requests; the requests that it finished."""
+        if self._proposer is not None:
+            self._propose(self._proposer)
+        schedule = self.scheduler.schedule()
+        for request in schedule.preempted:
+            self._reset_proposer(request)
+        self.stats.preemptions += len(schedule.preempted)
+        if not schedule.scheduled:
+            return []
+        self._pool.copy_blocks(schedule.copies)
+        batch = build_batch(schedule.scheduled, self.blocks, self.decoder.device)
+        self._attention.plan(batch)
+        hidden = self.decoder.forward(batch, self._attention)
+        self.stats.num_steps += 1
+        self.stats.computed_tokens += len(hidden)
+        rows = hidden.split(batch.host_query_lens)
+        return self._advance(schedule.scheduled, rows)
+
+    def _advance(
+        self, scheduled: Sequence[ScheduledRequest], hidden: Sequence[torch.Tensor]
+    ) -> list[Completion]:
+        """Take the hidden states (n, H) of each scheduled request to its next state."""
+        wanted: list[torch.Tensor] = []
+        rows: list[SampledRow] = []
+        for item, states in zip(scheduled, hidden, strict=True):
+            request = item.request
+            if request.params is None:
+                self._score_rows(item, states)
+            for position in _choice_positions(item):
+                wanted.append(states[position - 1 - item.start])
+                rows.append(SampledRow(request.params, position))
+        choices: list[int] = []
+        if wanted:
+            choices = sample(self.decoder.logits(torch.stack(wanted)), rows)
+        now = time.perf_counter()
+        finished = []
+        for item, states in zip(scheduled, hidden, strict=True):
+            num_choices = len(_choice_positions(item))
+            chosen, choices = choices[:num_choices], choices[num_choices:]
+            reason = self._accept(item, states, chosen, now)
+            if reason is not None:
+                finished.append(self._finish(item.request, reason))
+        return finished
+
+    def _accept(
+        self, item: ScheduledRequest, states: torch.Tensor, chosen: list[int], now: float
+    ) -> str | None:
+        """Append the chosen tokens as far as the drafts agree; why the request ends, if it does.
+
+        The computed length is rolled back to the last position whose token is certain: the cache
+        slots of refused drafts are overwritten by the next step.
+        """
+        request = item.request
+        num_known = len(request.token_ids)
+        drafts = request.draft_ids[: len(chosen) - 1] if chosen else []
+        num_accepted = 0
+        while num_accepted < len(drafts) and drafts[num_accepted] == chosen[num_accepted]:
+            num_accepted += 1
+        request.draft_ids.clear()
+        request.num_computed_tokens = min(item.start + item.num_tokens, num_known + num_accepted)
+        if self._proposer is not None and request.params is not None:
+            certain = states[: request.num_computed_tokens - item.start]
+            self._proposer.observe(request.request_id, item.start, certain)
+        if request.params is None:
+            return "length" if request.num_computed_tokens == num_known else None
+        if drafts:
+            self.stats.num_verifications += 1
+            self.stats.drafted_tokens += len(drafts)
+            self.stats.accepted_tokens += num_accepted
+        for token in chosen[: num_accepted + 1]:
+            request.token_ids.append(token)
+            request.token_times.append(now)
+            self.stats.generated_tokens += 1
+            if reason := self._finish_reason(request, request.params, token):
+                return reason
+        return None
+
+    def _finish_reason(self, request: Request, params: SamplingParams, token: int) -> str | None:
+        is_eos = token in self._eos_token_ids and not params.ignore_eos
+        if is_eos or token in params.stop_token_ids:
+            return "stop"
+        return "length" if request.num_remaining_tokens == 0 else None
+
+    def _finish(self, request: Request, reason: str) -> Completion:
+        self.scheduler.remove(request)
+        self._reset_proposer(request)
+        del self._requests[request.request_id]
+        is_scored = request.params is None and reason != "abort"
+        return Completion(
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids),
+            token_ids=request.token_ids[len(request.prompt_ids) :],
+            finish_reason=reason,
+            arrival_time=request.arrival_time,
+            token_times=request.token_times,
+            log_probs=torch.cat(request.log_probs) if is_scored else None,
+        )
+
+    def _score_rows(self, item: ScheduledRequest, states: torch.Tensor) -> None:
+        """Append the log-probabilities of the tokens after each computed row of a scored request."""
+        first, request = item.start + 1, item.request
+        targets = torch.tensor(request.prompt_ids[first : first + item.num_tokens])
+        num_rows = max(_LOGITS_BYTES // (4 * self.decoder.config.vocab_size), 1)
+        for part, target in zip(states.split(num_rows), targets.split(num_rows), strict=True):
+            logits = self.decoder.logits(part)
+            picked = logits.gather(1, target.to(logits.device)[:, None])[:, 0]
+            request.log_probs.append((picked - logits.logsumexp(dim=-1)).cpu())
+
+    def _propose(self, proposer: DraftProposer) -> None:
+        contexts = [
+            DraftContext(
+                request_id=request.request_id,
+                token_ids=request.token_ids,
+                # The last token that may be generated is chosen, not drafted.
+                max_draft_tokens=request.num_remaining_tokens - 1,
+            )
+            for request in self.scheduler.running
+            if request.is_decoding and request.num_remaining_tokens > 1
+        ]
+        if contexts:
+            proposals = proposer.propose(contexts)
+            for context, proposal in zip(contexts, proposals, strict=True):
+                drafts = proposal[: context.max_draft_tokens]
+                self._requests[context.request_id].draft_ids = list(drafts)
+
+    def _reset_proposer(self, request: Request) -> None:
+        if self._proposer is not None:
+            self._proposer.reset(request.request_id)
+
+    def _run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Add `requests` and step until all are done; completions in the same order."""
+        if self.has_unfinished:
+            raise ValueError("other requests are in flight; use add_request() and step()")
+        try:
+            for request in requests:
+                self.add_request(request)
+            done: dict[str, Completion] = {}
+            while self.has_unfinished:
+                done.update((c.request_id, c) for c in self.step())
+        except BaseException:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            raise
+        return [done[request.request_id] for request in requests]
+
+    def _check(self, request: Request) -> None:
+        name, prompt = request.request_id, request.prompt_ids
+        shortest = 1 if request.params else 2
+        if len(prompt) < shortest:
+            raise ValueError(f"request {name!r}: {len(prompt)} tokens, need at least {shortest}")
+        vocab_size = self.decoder.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"request {name!r}: token {wrong} is not in [0, {vocab_size})")
+        longest = len(prompt) + request.max_tokens
+        if longest > self.max_model_len:
+            raise ValueError(
+                f"request {name!r}: {len(prompt)} prompt tokens + {request.max_tokens} to generate"
+                f" exceed the model's {self.max_model_len}"
+            )
+
+    def _name(self) -> str:
+        self._num_named += 1
+        return f"#{self._num_named}"
+
+    def _default_num_blocks(self, block_bytes: int) -> int:
+        config = self.config
+        wanted = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        affordable = _memory_for_cache(self.decoder.device) // block_bytes
+        if affordable < 1:
+            raise ValueError(
+                f"no memory for the cache: one block takes {block_bytes} bytes, and"
+                f" {_memory_for_cache(self.decoder.device)} are left for it"
+            )
+        return min(wanted, affordable)
+
+
+def _choice_positions(item: ScheduledRequest) -> range:
+    """Positions whose tokens are chosen in this step: after the last known token and each draft."""
+    request, end = item.request, item.start + item.num_tokens
+    if request.params is None or end < len(request.token_ids):
+        return range(0)
+    return range(len(request.token_ids), end + 1)
+
+
+def _memory_for_cache(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _GPU_MEMORY_FRACTION)
+    import psutil
+
+    return int(psutil.virtual_memory().available * _CPU_MEMORY_FRACTION)

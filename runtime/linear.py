@@ -1,0 +1,201 @@
+"""The one place that decides how a Linear is computed, once, when its weight is loaded.
+
+| weight        | device, dtype          | implementation                                          |
+|---------------|------------------------|---------------------------------------------------------|
+| float         | GPU                    | `F.linear`                                              |
+| float         | CPU                    | `PrepackedLinear`                                       |
+| 4-bit, packed | GPU, 16-bit            | `PackedLinear`: `ops.w4a16`                             |
+| 4-bit, packed | CPU, bfloat16          | `Int4Linear`: int4 product up to 8 rows, above it       |
+|               |                        | `PrepackedLinear` of the dequantized weight             |
+| other packed  | any                    | dequantized, then as float                              |
+
+Speed on CPUs is bought with memory: `PrepackedLinear` keeps the weight in the layout that oneDNN
+multiplies fastest and, for bfloat16, also row-major, which is faster for a single row; `Int4Linear`
+keeps the prepacked weight beside its 4-bit codes, because the int4 product is bound by arithmetic
+and loses to a plain product from about 8 rows on.
+
+T rows, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from compress.artifacts import QuantizedLinear
+from compress.export.packing import pack_to_int32
+from compress.kernels.ops import Ops
+from compress.kernels.w4a16 import Int4Cpu, pack_int4_cpu, w4a16_cpu
+from compress.runtime.model import Linear
+from compress.scheme import dequantize
+
+Weight = torch.Tensor | QuantizedLinear  # float (N, K), or codes (N, K) with scales
+
+_INT4_MAX_ROWS = 8
+_INT4_GROUPS = (32, 64, 128, 256)  # what the CPU product takes
+_INT4_OUT_MULTIPLE = 16
+_WORD = 8  # 4-bit codes per int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainLinear:
+    """x W^T + b with the weight (N, K) as it is."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PrepackedLinear:
+    """x W^T + b on a CPU through oneDNN, with the weight laid out for it in advance."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._row_major = weight if weight.dtype == torch.bfloat16 else None
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._row_major is not None and len(x) == 1:
+            return _gemv(x, self._row_major, self._bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self._bias, "none", [], "")
+
+
+class Int4Linear:
+    """x W^T + b on a CPU in bfloat16 with 4-bit groups: int4 product for few rows."""
+
+    def __init__(self, linear: QuantizedLinear, bias: torch.Tensor | None) -> None:
+        self._packed: Int4Cpu = pack_int4_cpu(linear)
+        dense = dequantize(linear, torch.bfloat16)
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(dense, None)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= _INT4_MAX_ROWS:
+            y = w4a16_cpu(x, self._packed)
+            return y if self._bias is None else y.add_(self._bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self._bias, "none", [], "")
+
+
+class PackedLinear:
+    """x W^T + b on a GPU with 4-bit groups, unpacked inside the kernel."""
+
+    def __init__(
+        self, linear: QuantizedLinear, bias: torch.Tensor | None, ops: Ops, device: torch.device
+    ) -> None:
+        self._words = pack_to_int32(linear.codes, linear.bits, 1).to(device)
+        self._scale = linear.scale.to(device)
+        self._zero_point = None if linear.zero_point is None else linear.zero_point.to(device)
+        self._bias = bias
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._ops.w4a16(x, self._words, self._scale, self._zero_point)
+        return y if self._bias is None else y + self._bias
+
+
+def make_linear(
+    weights: Sequence[Weight],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+) -> Linear:
+    """One Linear that gives the outputs of `weights` side by side: (T, K) -> (T, sum of N).
+
+    The weights share their input. Fused into a single product where all are float, or packed in one
+    way; otherwise every part is made alone and their outputs are concatenated.
+    """
+    bias = _join_biases(weights, biases, dtype, device)
+    if all(isinstance(weight, torch.Tensor) for weight in weights):
+        return _float_linear([_dense(w, dtype, device) for w in weights], bias, device)
+    fused = _fuse_packed(weights)
+    if fused is not None:
+        return _packed_linear(fused, bias, dtype=dtype, device=device, ops=ops)
+    parts = [
+        make_linear([weight], [part_bias], dtype=dtype, device=device, ops=ops)
+        for weight, part_bias in zip(weights, biases, strict=True)
+    ]
+    return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+
+
+def _packed_linear(
+    linear: QuantizedLinear,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+) -> Linear:
+    out_features, in_features = linear.codes.shape
+    if linear.bits == 4 and device.type == "cpu" and dtype == torch.bfloat16:
+        if linear.group_size in _INT4_GROUPS and out_features % _INT4_OUT_MULTIPLE == 0:
+            return Int4Linear(linear, bias)
+    elif linear.bits == 4 and device.type == "cuda" and dtype != torch.float32:
+        if in_features % _WORD == 0:
+            return PackedLinear(linear, bias, ops, device)
+    return _float_linear([_dense(linear, dtype, device)], bias, device)
+
+
+def _float_linear(
+    parts: Sequence[torch.Tensor], bias: torch.Tensor | None, device: torch.device
+) -> Linear:
+    weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        return PrepackedLinear(weight, bias)
+    return PlainLinear(weight=weight, bias=bias)
+
+
+def _fuse_packed(weights: Sequence[Weight]) -> QuantizedLinear | None:
+    """The weights stacked along N, or None if they are not packed alike."""
+    packed = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
+    if len(packed) < len(weights):
+        return None
+    kinds = {(w.bits, w.group_size, w.scale.dtype, w.zero_point is None) for w in packed}
+    if len(kinds) > 1:
+        return None
+    zero_points = [w.zero_point for w in packed if w.zero_point is not None]
+    return QuantizedLinear(
+        codes=torch.cat([w.codes for w in packed]),
+        scale=torch.cat([w.scale for w in packed]),
+        zero_point=torch.cat(zero_points) if zero_points else None,
+        bits=packed[0].bits,
+    )
+
+
+def _dense(weight: Weight, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    dense = dequantize(weight, dtype) if isinstance(weight, QuantizedLinear) else weight
+    return dense.to(device=device, dtype=dtype)
+
+
+def _join_biases(
+    weights: Sequence[Weight],
+    biases: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Biases side by side, zeros for a part that has none; None if no part has one."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = []
+    for weight, bias in zip(weights, biases, strict=True):
+        rows = len(weight) if isinstance(weight, torch.Tensor) else len(weight.codes)
+        parts.append(torch.zeros(rows) if bias is None else bias)
+    return torch.cat([part.to(device=device, dtype=dtype) for part in parts])
+
+
+def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear of one bfloat16 row, kept away from oneDNN.
+
+    For a single row torch's own matrix-vector product reads the weight about 1.4 times faster than
+    the oneDNN product that `F.linear` would choose; the only way to reach it is the global switch.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return F.linear(x, weight, bias)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

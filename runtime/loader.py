@@ -1,0 +1,148 @@
+"""From a checkpoint folder to a decoder on a device, one layer in memory at a time.
+
+Reads float checkpoints and compressed-tensors `pack-quantized` ones. Every tensor that the decoder
+uses must be there with its expected shape; what it does not know how to use is an error as well,
+because ignoring, say, an unknown bias would give a plausible wrong model.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from compress.export.compressed_tensors import SchemeResolver, read_linear, read_scheme
+from compress.kernels.ops import Ops
+from compress.models.checkpoint import Checkpoint
+from compress.runtime.config import DecoderConfig, decoder_config
+from compress.runtime.linear import Weight, make_linear
+from compress.runtime.model import Decoder, DecoderLayer, Linear
+
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a derived buffer that old checkpoints stored
+
+
+def load_decoder(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Decoder:
+    """Load the model of `checkpoint` for computing in `dtype`; ValueError names what is wrong."""
+    config = decoder_config(checkpoint.config)
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, ops=ops)
+    family = config.family
+    embedding = reader.tensor(f"{family.embedding}.weight", config.vocab_size, config.hidden_size)
+    layers = [reader.layer(f"{family.blocks}.{i}") for i in range(config.num_layers)]
+    decoder = Decoder(
+        config=config,
+        ops=ops,
+        embedding=embedding,
+        layers=layers,
+        final_norm=reader.tensor(f"{family.final_norm}.weight", config.hidden_size),
+        head=reader.head(embedding),
+        inv_freq=torch.tensor(config.inv_freq, device=device),
+    )
+    reader.check_all_read()
+    return decoder
+
+
+class _Reader:
+    """Reads the tensors of one checkpoint, remembering which."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype, self._device, self._ops = dtype, device, ops
+        self._scheme_for: SchemeResolver = read_scheme(checkpoint.config)
+        self._unread = {name for name in checkpoint.tensors if not name.endswith(_IGNORED_SUFFIXES)}
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """A float tensor of `shape` on the device, in the dtype of activations."""
+        return self._float(name, *shape).to(device=self._device, dtype=self._dtype)
+
+    def layer(self, prefix: str) -> DecoderLayer:
+        """The decoder layer whose tensors are called `prefix`.*"""
+        config = self._config
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_out, kv_out = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        norms = {
+            name: self.tensor(f"{attention}.{name}.weight", head_dim)
+            if config.family.qk_norm
+            else None
+            for name in ("q_norm", "k_norm")
+        }
+        return DecoderLayer(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self.linear(
+                [f"{attention}.{part}_proj" for part in "qkv"], [q_out, kv_out, kv_out], hidden
+            ),
+            q_norm=norms["q_norm"],
+            k_norm=norms["k_norm"],
+            o=self.linear([f"{attention}.o_proj"], [hidden], q_out),
+            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], None, hidden),
+            down=self.linear([f"{mlp}.down_proj"], [hidden], None),
+        )
+
+    def linear(
+        self, names: Sequence[str], out_features: Sequence[int] | None, in_features: int | None
+    ) -> Linear:
+        """The Linears `names`, which share their input, as one; None leaves a size unchecked."""
+        weights = [self._weight(name) for name in names]
+        for i, (name, weight) in enumerate(zip(names, weights, strict=True)):
+            shape = weight.shape if isinstance(weight, torch.Tensor) else weight.codes.shape
+            expected = (
+                out_features[i] if out_features else shape[0],
+                in_features or shape[1],
+            )
+            self._check_shape(name, tuple(shape), expected)
+        biases = [self._bias(name) for name in names]
+        return make_linear(weights, biases, dtype=self._dtype, device=self._device, ops=self._ops)
+
+    def head(self, embedding: torch.Tensor) -> Linear:
+        """The output projection; the embedding if they are tied."""
+        name = self._config.family.head
+        if self._config.tie_word_embeddings and f"{name}.weight" not in self._unread:
+            return make_linear(
+                [embedding], [None], dtype=self._dtype, device=self._device, ops=self._ops
+            )
+        return self.linear([name], [self._config.vocab_size], self._config.hidden_size)
+
+    def check_all_read(self) -> None:
+        """Raise ValueError if the checkpoint holds tensors that nothing has used."""
+        if self._unread:
+            names = sorted(self._unread)
+            raise ValueError(
+                f"{self._checkpoint.path}: {len(names)} tensors have no place in"
+                f" {self._config.family.architecture}, such as {names[0]!r}"
+            )
+
+    def _weight(self, name: str) -> Weight:
+        scheme = self._scheme_for(name)
+        if scheme is None:
+            return self._float(f"{name}.weight")
+        self._unread -= {stored for stored in self._unread if stored.startswith(f"{name}.weight_")}
+        return read_linear(self._checkpoint, name, scheme)
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        stored = f"{name}.bias"
+        return self._float(stored) if stored in self._checkpoint.tensors else None
+
+    def _float(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = self._checkpoint.read(name)
+        if shape:
+            self._check_shape(name, tuple(tensor.shape), shape)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{self._checkpoint.path}: {name} has dtype {tensor.dtype}, not float")
+        self._unread.discard(name)
+        return tensor
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise ValueError(
+                f"{self._checkpoint.path}: {name} has shape {shape}, expected {expected}"
+            )
