@@ -1,0 +1,82 @@
+"""The kernels by name: one function per operation and backend, chosen once when an engine starts.
+
+Both backends have the same signatures; shapes are in the docstring of each operation's file. The
+files are imported when a backend is selected, so that `torch` works without Triton.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from compress.kernels.jit import triton_problem
+from compress.lookup import lookup
+
+OPS: dict[str, dict[str, str]] = {
+    "rms_norm": {
+        "torch": "compress.kernels.rms_norm:rms_norm_torch",
+        "triton": "compress.kernels.rms_norm:rms_norm_triton",
+    },
+    "rotary": {
+        "torch": "compress.kernels.rotary:rotary_torch",
+        "triton": "compress.kernels.rotary:rotary_triton",
+    },
+    "silu_mul": {
+        "torch": "compress.kernels.silu_mul:silu_mul_torch",
+        "triton": "compress.kernels.silu_mul:silu_mul_triton",
+    },
+    "kv_write": {
+        "torch": "compress.kernels.kv_write:kv_write_torch",
+        "triton": "compress.kernels.kv_write:kv_write_triton",
+    },
+    "paged_attention": {
+        "torch": "compress.kernels.paged_attention:paged_attention_torch",
+        "triton": "compress.kernels.paged_attention:paged_attention_triton",
+    },
+    "w4a16": {
+        "torch": "compress.kernels.w4a16:w4a16_torch",
+        "triton": "compress.kernels.w4a16:w4a16_triton",
+    },
+}
+BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
+_AUTO = "auto"
+
+
+class Ops(NamedTuple):
+    """The operations of one backend."""
+
+    backend: str
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rotary: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        tuple[torch.Tensor, torch.Tensor],
+    ]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    paged_attention: Callable[..., torch.Tensor]
+    w4a16: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def select(backend: str, device: torch.device | str) -> Ops:
+    """The operations of `backend` (`torch`, `triton`, or `auto`: by the type of `device`).
+
+    Raises ValueError for an unknown backend, a device that `auto` has no backend for, and a
+    backend that cannot run on `device`, saying why.
+    """
+    device = torch.device(device)
+    if backend == _AUTO:
+        by_device = {device_type: name for name, device_type in BACKENDS.items()}
+        backend = lookup(by_device, device.type, "device for backend 'auto'")
+    lookup(BACKENDS, backend, "kernel backend")
+    problem = triton_problem(device) if backend == "triton" else None
+    if problem is not None:
+        raise ValueError(f"backend 'triton' cannot be used: {problem}; use backend 'torch'")
+    functions = {name: _load(by_backend[backend]) for name, by_backend in OPS.items()}
+    return Ops(backend=backend, **functions)
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
