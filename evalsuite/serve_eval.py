@@ -11,7 +11,7 @@ The order of the work:
 Perplexity and speed are measured in the dtype the engine runs in, which the card states for each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,11 @@ from compress.lookup import lookup
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
 from compress.progress import progress
-from compress.runtime.engine import Engine
+from compress.runtime.config import DTYPES
+from compress.runtime.engine import Engine, EngineConfig
 
+_DTYPES = {"auto": None, **DTYPES}
+_DEVICES = dict.fromkeys(("auto", "cpu", "cuda"))
 MODEL, BASELINE, DRAFT = "model", "baseline", "model with draft"
 
 
@@ -78,6 +81,8 @@ class ServeEvalOptions:
 
     def __post_init__(self) -> None:
         lookup(PROTOCOLS, self.ppl_protocol, "perplexity protocol")
+        lookup(_DTYPES, self.dtype, "dtype")
+        lookup(_DEVICES, self.device, "device")
         workloads = parse_workloads(self.workload)
         for name, least in (
             ("prompt_tokens", 1),
@@ -120,13 +125,16 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     data = _evaluation_data(options, subjects)
     workloads = parse_workloads(options.workload)
     _check_lengths(options, subjects, workloads)
-    engines = _load_engines(options, subjects)
+    make_prompts = _prompt_maker(options, subjects[MODEL], data)
+    for workload in workloads:
+        make_prompts(workload.num_requests, "check")  # raises now if the text is too short
+    engines = _load_engines(options, subjects, _engine_config(options, workloads))
     scores = _score(options, {role: engines[role] for role in subjects}, data)
     runs = {
         workload: measure(
             engines,
             workload,
-            make_prompts=_prompt_maker(options, subjects[MODEL], data),
+            make_prompts=make_prompts,
             output_tokens=options.output_tokens,
             repeats=options.repeats,
             seed=options.seed,
@@ -177,18 +185,23 @@ def _evaluation_data(
     return data
 
 
-def _check_lengths(
-    options: ServeEvalOptions, subjects: Mapping[str, Subject], workloads: tuple[Workload, ...]
-) -> None:
-    """No sequence of the evaluation may be longer than a model's context."""
+def _sequence_lengths(options: ServeEvalOptions, workloads: Sequence[Workload]) -> dict[str, int]:
+    """The longest sequence of each kind of measurement, by the options that set it."""
     lengths = {}
     if options.ppl_data != "none":
         lengths["ppl_window"] = options.ppl_window
     if workloads:
         lengths["prompt_tokens + output_tokens"] = options.prompt_tokens + options.output_tokens
+    return lengths
+
+
+def _check_lengths(
+    options: ServeEvalOptions, subjects: Mapping[str, Subject], workloads: Sequence[Workload]
+) -> None:
+    """No sequence of the evaluation may be longer than a model's context."""
     for subject in subjects.values():
         context = subject.checkpoint.config.get("max_position_embeddings")
-        for name, length in lengths.items():
+        for name, length in _sequence_lengths(options, workloads).items():
             if context is not None and length > context:
                 raise ValueError(
                     f"{name} = {length} does not fit the context of {subject.name} "
@@ -196,12 +209,29 @@ def _check_lengths(
                 )
 
 
-def _load_engines(options: ServeEvalOptions, subjects: Mapping[str, Subject]) -> dict[str, Engine]:
-    load = partial(Engine.load, dtype=options.dtype, device=options.device)
+def _load_engines(
+    options: ServeEvalOptions, subjects: Mapping[str, Subject], config: EngineConfig
+) -> dict[str, Engine]:
+    load = partial(Engine.load, dtype=options.dtype, device=options.device, config=config)
     engines = {role: load(subject.checkpoint.path) for role, subject in subjects.items()}
     if options.draft is not None:
         engines[DRAFT] = load(subjects[MODEL].checkpoint.path, draft=options.draft)
     return engines
+
+
+def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> EngineConfig:
+    """Room for the largest workload at once and the longest sequence, else the defaults.
+
+    Were a batch larger than the engine takes, part of it would wait for the rest to finish, and
+    that would be measured.
+    """
+    default = EngineConfig()
+    most = max([default.max_num_seqs, *(workload.num_requests for workload in workloads)])
+    return EngineConfig(
+        max_num_seqs=most,
+        token_budget=max(default.token_budget, most),
+        max_model_len=max(_sequence_lengths(options, workloads).values()),
+    )
 
 
 def _score(
@@ -306,12 +336,13 @@ def _protocol(
             "path": str(subject.checkpoint.path),
             "fingerprint": subject.checkpoint.fingerprint,
             "scheme": subject.scheme,
-            "dtype": str(engines[role].dtype).removeprefix("torch."),
-            "device": str(engines[role].device),
+            "dtype": str(engines[role].decoder.dtype).removeprefix("torch."),
+            "device": str(engines[role].decoder.device),
         }
         for role, subject in subjects.items()
     }
     card["draft"] = None if options.draft is None else str(options.draft)
+    card["engine"] = asdict(engines[MODEL].config)
     card["seed"] = options.seed
     if data is not None:
         chosen = PROTOCOLS[options.ppl_protocol]

@@ -1,0 +1,191 @@
+"""The whole evaluation on tiny models, through the real engine."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from compress.evalsuite.report import print_report
+from compress.evalsuite.serve_eval import ServeEvalOptions, serve_eval
+from tests.factory import tiny_model
+
+_RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two models that differ, one with another tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("models")
+    context = {"max_position_embeddings": 96}
+    tiny_model("LlamaForCausalLM", folder / "model", **context)
+    tiny_model("Qwen3ForCausalLM", folder / "baseline", num_layers=3, seed=1, **context)
+    tiny_model("LlamaForCausalLM", folder / "other", vocab=260, **context)
+    (folder / "text.txt").write_text(
+        "".join(f"The import statement {i} says {i * i}.\n" for i in range(40))
+    )
+    names = ("model", "baseline", "other", "text.txt")
+    return {name.partition(".")[0]: str(folder / name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def options(models: dict[str, str]) -> ServeEvalOptions:
+    return ServeEvalOptions(
+        model=models["model"],
+        baseline=models["baseline"],
+        ppl_data=models["text"],
+        ppl_window=33,
+        ppl_limit=5,
+        workload="batch:3,rate:500x5",
+        prompt_tokens=17,
+        output_tokens=5,
+        repeats=2,
+        dtype="float32",
+        device="cpu",
+        command="compress serve-eval model",
+        offline=True,
+        quiet=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def report(options: ServeEvalOptions) -> dict[str, Any]:
+    """One full run, shared by the tests that only look at it."""
+    return serve_eval(options)
+
+
+def test_serve_eval_reports_every_promised_key(report: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(report, allow_nan=False)) is not None
+    for part in (report, report["baseline"]):
+        assert part["perplexity"]["value"] > 1
+        assert part["perplexity"]["stderr"] > 0
+        assert part["perplexity"]["tokens"] == 5 * 32
+        assert (part["perplexity"]["windows"], part["perplexity"]["window"]) == (5, 33)
+        assert len(part["perplexity"]["data_sha256"]) == 64
+        assert [entry["workload"] for entry in part["throughput"]] == ["batch:3", "rate:500x5"]
+        for entry in part["throughput"]:
+            for rate in _RATES:
+                assert len(entry[rate]["runs"]) == 2
+                assert min(entry[rate]["runs"]) <= entry[rate]["median"]
+                assert entry[rate]["std"] >= 0
+    assert report["perplexity"]["value"] != report["baseline"]["perplexity"]["value"]
+    size, other = report["size"], report["baseline"]["size"]
+    assert 0 < size["bytes"] < other["bytes"]
+    assert size["bits_per_weight"] == 32
+
+
+def test_serve_eval_ratios_pair_model_and_baseline(report: dict[str, Any]) -> None:
+    ours, theirs = report["perplexity"]["value"], report["baseline"]["perplexity"]["value"]
+    assert report["ratio"]["perplexity"]["value"] == pytest.approx(ours / theirs)
+    for index, entry in enumerate(report["ratio"]["throughput"]):
+        for rate in _RATES:
+            runs = report["throughput"][index][rate]["runs"]
+            others = report["baseline"]["throughput"][index][rate]["runs"]
+            expected = [run / other for run, other in zip(runs, others, strict=True)]
+            assert entry[rate]["runs"] == pytest.approx(expected)
+
+
+def test_serve_eval_card_says_how(report: dict[str, Any], models: dict[str, str]) -> None:
+    card = report["protocol"]
+    assert card["command"] == "compress serve-eval model"
+    assert card["model"]["path"] == models["model"]
+    assert card["model"]["scheme"] == "float (float32)"
+    assert (card["model"]["dtype"], card["baseline"]["dtype"]) == ("float32", "float32")
+    assert len(card["model"]["fingerprint"]) == 64
+    assert card["model"]["fingerprint"] != card["baseline"]["fingerprint"]
+    assert (card["perplexity"]["window"], card["perplexity"]["stride"]) == (33, 33)
+    assert card["perplexity"]["bos"].startswith("none")
+    assert card["throughput"]["prompt_tokens"] == 17
+    assert card["throughput"]["repeats"] == 2
+    assert card["engine"]["max_model_len"] == 33
+    assert card["software"]["torch"]
+
+
+def test_serve_eval_report_prints(report: dict[str, Any]) -> None:
+    console = Console(width=120, record=True)
+    print_report(report, console)
+    text = console.export_text()
+    assert "decode tokens/s, batch:3" in text
+    assert "ttft p50 / p99 ms, rate:500x5" in text
+    assert "compress serve-eval model" in text
+
+
+def test_serve_eval_perplexity_repeats_exactly(
+    report: dict[str, Any], options: ServeEvalOptions
+) -> None:
+    alone = serve_eval(replace(options, baseline=None, workload="none"))
+    assert alone["perplexity"] == report["perplexity"]
+    assert alone["throughput"] == []
+    assert not {"baseline", "ratio", "speculation"} & alone.keys()
+
+
+def test_serve_eval_without_perplexity_prompts_with_random_tokens(
+    options: ServeEvalOptions,
+) -> None:
+    result = serve_eval(replace(options, baseline=None, ppl_data="none", workload="batch:1"))
+    assert result["perplexity"] is None
+    assert "perplexity" not in result["protocol"]
+    assert result["protocol"]["throughput"]["prompts"] == "random tokens"
+
+
+def test_serve_eval_baseline_of_itself_has_ratio_one(options: ServeEvalOptions) -> None:
+    result = serve_eval(replace(options, baseline=options.model, workload="none"))
+    assert result["ratio"]["perplexity"] == {"value": 1.0, "stderr": 0.0}
+    assert result["ratio"]["bytes"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "/nowhere/model"}, FileNotFoundError, "/nowhere/model"),
+        ({"baseline": "/nowhere/model"}, FileNotFoundError, "/nowhere/model"),
+        ({"draft": Path("/nowhere/draft")}, FileNotFoundError, "/nowhere/draft"),
+        ({"ppl_data": "/nowhere/text"}, FileNotFoundError, "/nowhere/text"),
+        ({"model": "some/name"}, ValueError, "--offline"),
+        ({"ppl_window": 100}, ValueError, "ppl_window = 100 does not fit the context"),
+        ({"prompt_tokens": 95}, ValueError, r"output_tokens = 100 does not fit .*= 96\)"),
+        ({"ppl_window": 5000}, ValueError, "does not fill one window of 5000"),
+        ({"ppl_limit": 0}, ValueError, "at least 1, got 0"),
+        ({"workload": "batch:5000"}, ValueError, "does not hold 5000 different prompts"),
+    ],
+)
+def test_serve_eval_refuses(
+    options: ServeEvalOptions, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        serve_eval(replace(options, **change))
+
+
+def test_serve_eval_refuses_models_that_tokenize_differently(
+    options: ServeEvalOptions, models: dict[str, str]
+) -> None:
+    with pytest.raises(ValueError, match="differently: their perplexities"):
+        serve_eval(replace(options, baseline=models["other"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ppl_protocol": "gptk"}, "did you mean 'gptq'"),
+        ({"workload": "batch"}, "workload 'batch' is not understood"),
+        ({"dtype": "float33"}, "did you mean 'float32'"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1, got 0"),
+        ({"output_tokens": 1}, "output_tokens must be at least 2, got 1"),
+        ({"workload": "none", "draft": Path("d")}, "a draft is measured while generating"),
+        ({"workload": "none", "ppl_data": "none"}, "nothing to measure"),
+    ],
+)
+def test_options_refuse(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServeEvalOptions(**{"model": "demo", **change})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_serve_eval_refuses_a_device_that_is_not_there(options: ServeEvalOptions) -> None:
+    with pytest.raises(ValueError, match="no GPU"):
+        serve_eval(replace(options, device="cuda"))
