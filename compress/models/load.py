@@ -11,6 +11,7 @@ Tied weights: a name that the checkpoint does not store is read under the name o
 it is tied to. Within one call tied parameters stay one parameter; across calls they are copies.
 """
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,15 @@ def materialize(
 
 
 def dematerialize(module: nn.Module) -> None:
-    """Give back the memory of `module`: what `materialize` loaded returns to the meta device."""
+    """Give back the memory of `module`: what `materialize` loaded returns to the meta device.
+
+    The memory goes back to the operating system, not only to the allocator.
+    """
     for name, slot in module.state_dict(keep_vars=True).items():
         empty = torch.empty_like(slot, device="meta")
         is_parameter = isinstance(slot, nn.Parameter)
         _assign(module, name, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
+    _trim_heap()
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -150,6 +155,17 @@ def _check_slots(
 def _shown(names: list[str]) -> str:
     rest = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _trim_heap() -> None:
+    """Return free heap pages to the operating system.
+
+    glibc serves tensors below 32 MB from its heap, where a freed one leaves a hole that the next
+    aligned request of the same size does not fit: resident memory would grow block by block.
+    Other C libraries map such sizes one by one and have no such call.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -1,6 +1,8 @@
 """Piecewise loading gives the model that transformers loads whole, and names what does not fit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,41 @@ def test_materialize_finds_a_tied_embedding_under_the_name_of_the_head(tmp_path)
     part = build_skeleton(checkpoint).get_submodule("model.embed_tokens")
     materialize(part, checkpoint, "model.embed_tokens.", device="cpu", dtype=torch.float32)
     assert torch.equal(part.weight, embedding)
+
+
+_LOAD_MANY_BLOCKS = """
+import sys
+from pathlib import Path
+import psutil, torch
+from compress.models.checkpoint import open_checkpoint
+from compress.models.load import dematerialize, materialize
+
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+shapes = [(192, 576), (192, 576), (576, 576), (576, 576), (1152, 576)]
+resident = []
+for index in range(24):
+    with torch.device("meta"):
+        block = torch.nn.ModuleList(torch.nn.Linear(k, n, bias=False) for n, k in shapes)
+    materialize(block, checkpoint, f"blocks.{index % 2}.", device="cpu", dtype=torch.float32)
+    resident.append(psutil.Process().memory_info().rss)
+    dematerialize(block)
+print(resident[-1] - resident[0])
+"""
+
+
+def test_dematerialize_keeps_resident_memory_flat_over_many_blocks(tmp_path) -> None:
+    """In a process of its own, whose heap is as at the start of a run; sizes that fragment it."""
+    shapes = [(192, 576), (192, 576), (576, 576), (576, 576), (1152, 576)]
+    weights = {
+        f"blocks.{block}.{index}.weight": torch.zeros(shape)
+        for block in range(2)
+        for index, shape in enumerate(shapes)
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    growth = subprocess.check_output([sys.executable, "-c", _LOAD_MANY_BLOCKS, str(tmp_path)])
+    block_bytes = sum(tensor.nbytes for tensor in weights.values()) // 2
+    assert int(growth) < block_bytes / 4
 
 
 @pytest.mark.parametrize(
