@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compress.calib.capture import BlockCalls, batches, open_activations, record_block_calls
+from compress.calib.replay import collect_statistics, propagate
+from compress.models.family import FAMILIES, SharedInput, family_of
+from tests.factory import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def load(architecture: str, folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_model(architecture, folder, num_layers=3)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+
+
+def record(
+    model: nn.Module, tokens: torch.Tensor, batch_size: int
+) -> tuple[BlockCalls, torch.Tensor]:
+    hidden = torch.empty(*tokens.shape, 96)
+
+    def store(samples: slice, first: torch.Tensor) -> None:
+        hidden[samples] = first
+
+    blocks = model.model.layers
+    return record_block_calls(model.model, blocks, tokens, batch_size, CPU, store), hidden
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_replaying_every_block_gives_the_models_hidden_states(
+    architecture: str, tmp_path: Path
+) -> None:
+    model = load(architecture, tmp_path / "model")
+    tokens = torch.randint(0, 331, (5, 17), generator=torch.Generator().manual_seed(0))
+    calls, hidden = record(model, tokens, batch_size=2)
+    with torch.no_grad():
+        expected = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    for index, block in enumerate(model.model.layers):
+        outputs = torch.full_like(hidden, torch.nan)
+        propagate(block, index, calls, hidden, outputs, 2, CPU)
+        hidden = outputs
+    torch.testing.assert_close(model.model.norm(hidden), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_recording_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = load("LlamaForCausalLM", tmp_path / "model")
+    tokens = torch.randint(0, 331, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+        record(model, tokens, batch_size=1)
+        assert torch.equal(model(input_ids=tokens).logits, before)
+
+
+def test_statistics_are_those_of_what_each_linear_reads(tmp_path: Path) -> None:
+    model = load("Qwen3ForCausalLM", tmp_path / "model")
+    tokens = torch.randint(0, 331, (5, 17), generator=torch.Generator().manual_seed(0))
+    calls, hidden = record(model, tokens, batch_size=2)
+    shared_inputs = family_of({"architectures": ["Qwen3ForCausalLM"]}).shared_inputs
+    block, seen = model.model.layers[0], {}
+    for shared in shared_inputs:
+        for name in shared.linears:
+            block.get_submodule(name).register_forward_pre_hook(
+                lambda module, args, name=name: seen.setdefault(name, []).append(args[0])
+            )
+    statistics = collect_statistics(
+        block, 0, calls, hidden, 2, shared_inputs, full=True, device=CPU
+    )
+    for shared, stats in statistics.items():
+        for name in shared.linears:
+            rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[name]]).double()
+            assert stats.num_tokens == len(rows) == 85
+            torch.testing.assert_close(
+                stats.second_moment.double(), rows.T @ rows, atol=1e-4, rtol=1e-4
+            )
+
+
+def test_an_input_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = load("LlamaForCausalLM", tmp_path / "model")
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    calls, hidden = record(model, tokens, batch_size=1)
+    model.model.layers[0].mlp.up_proj.weight.data[5] = torch.inf
+    shared = SharedInput(linears=("mlp.down_proj",))
+    with pytest.raises(ValueError, match=r"mlp.down_proj: .* not finite in column 5"):
+        collect_statistics(
+            model.model.layers[0], 0, calls, hidden, 1, [shared], full=False, device=CPU
+        )
+
+
+def test_open_activations_maps_the_same_values_again(tmp_path: Path) -> None:
+    file, shape = tmp_path / "a.bin", (2, 3, 5)
+    first = open_activations(file, shape, torch.bfloat16, create=True)
+    first.copy_(torch.randn(shape))
+    assert torch.equal(open_activations(file, shape, torch.bfloat16), first)
+    with pytest.raises(ValueError, match="60 bytes, expected 120"):
+        open_activations(file, shape, torch.float32)
+
+
+def test_batches_cover_every_sample_once() -> None:
+    assert [range(7)[part] for part in batches(7, 3)] == [range(3), range(3, 6), range(6, 7)]

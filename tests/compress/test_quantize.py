@@ -1,0 +1,241 @@
+"""The whole quantization on tiny models: what is written, and what happens when it is stopped."""
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress import quantize as module
+from compress.calib.data import CalibrationSpec
+from compress.errors import CheckFailed
+from compress.export.compressed_tensors import read_linear, read_scheme
+from compress.export.verify import verify_checkpoint
+from compress.models.checkpoint import open_checkpoint
+from compress.models.family import FAMILIES
+from compress.recipe import load_recipe
+from compress.run import QuantizeJob
+from compress.scheme import dequantize
+from tests.factory import tiny_model
+
+SMALL = ("scheme.weights.group_size=32",)
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def job(
+    model: Path, output: Path, *overrides: str, recipe: str = "gptq-w4a16", **fields: Any
+) -> QuantizeJob:
+    values: dict[str, Any] = {
+        "model": str(model),
+        "output": output,
+        "recipe": load_recipe(recipe, [*SMALL, *overrides]),
+        "calibration": CalibrationSpec(source=str(TEXT), num_samples=6, length=32, seed=0),
+        "offline": True,
+        "quiet": True,
+    }
+    return QuantizeJob(**values | fields)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("llama") / "m", num_layers=3)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Content of every file, without the run times and memory in the provenance."""
+    found = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        if file.name == "compress.json":
+            values = json.loads(content)
+            report = values.pop("report")
+            rows = [row | {"seconds": 0} for row in report["layers"]]
+            content = json.dumps([values, rows]).encode()
+        found[str(file.relative_to(folder))] = content
+    return found
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("gptq-w4a16", []),
+        ("gptq-w4a16", ["scheme.weights.bits=3"]),
+        ("rtn-w4a16", ["scheme.weights.bits=8", "scheme.weights.group_size=-1"]),
+        ("rtn-w4a16", ["scheme.weights.bits=2", "dtype=bfloat16"]),
+    ],
+    ids=["gptq4", "gptq3", "rtn8-channel", "rtn2-bf16"],
+)
+def test_packed_model_computes_in_transformers_what_it_stands_for(
+    architecture: str, recipe: str, overrides: list[str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_model(architecture, tmp_path / "float", tied=architecture == "Qwen2ForCausalLM")
+    out = tmp_path / "packed"
+    report = module.quantize(job(source, out, *overrides, recipe=recipe))
+    assert verify_checkpoint(out, source).failures == []
+    assert {row["fallback"] for row in report["layers"]} == {None}
+    assert all(0 < row["relative_error"] < 0.6 for row in report["layers"])
+
+    packed = open_checkpoint(out)
+    scheme_for = read_scheme(packed.config)
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name, linear in reference.named_modules():
+        scheme = scheme_for(name) if isinstance(linear, torch.nn.Linear) else None
+        if scheme is not None:
+            linear.weight.data = dequantize(read_linear(packed, name, scheme))
+    dtype = torch.bfloat16 if "dtype=bfloat16" in overrides else torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
+    tokens = torch.randint(0, 331, (2, 33), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        got, expected = loaded(tokens).logits, reference.to(dtype)(tokens).logits
+    tolerance = 1e-4 if dtype == torch.float32 else 6e-2
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_asymmetric_checkpoint_passes_every_check(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    module.quantize(job(llama, out, "scheme.weights.symmetric=false", "scheme.weights.bits=3"))
+    assert verify_checkpoint(out, llama).failures == []
+    assert "model.layers.0.mlp.up_proj.weight_zero_point" in open_checkpoint(out).tensors
+
+
+def test_report_holds_what_scripts_rely_on(llama: Path, tmp_path: Path) -> None:
+    report = module.quantize(job(llama, tmp_path / "out"))
+    assert report["bytes"]["after"] < report["bytes"]["before"]
+    assert report["bits_per_weight"] == pytest.approx(5.0, abs=0.02)  # 4 + fp32 scale per 32
+    assert report["peak_rss_bytes"] > 1e8
+    assert report["seconds"] > 0
+    assert len(report["layers"]) == 21
+    assert set(report["layers"][0]) == {"name", "scheme", "relative_error", "seconds", "fallback"}
+    assert report["left_in_float"] == [{"name": "lm_head", "reason": "output head"}]
+    provenance = json.loads((tmp_path / "out" / "compress.json").read_text())
+    assert len(provenance["calibration"]["sha256"]) == 64
+    assert provenance["source_fingerprint"] == open_checkpoint(llama).fingerprint
+
+
+def test_gptq_error_is_below_rtn(llama: Path, tmp_path: Path) -> None:
+    errors = {}
+    for recipe in ("gptq-w4a16", "rtn-w4a16"):
+        report = module.quantize(job(llama, tmp_path / recipe, recipe=recipe))
+        errors[recipe] = sum(row["relative_error"] for row in report["layers"])
+    assert errors["gptq-w4a16"] < 0.9 * errors["rtn-w4a16"]
+
+
+def test_side_files_are_copied(llama: Path, tmp_path: Path) -> None:
+    (llama / "notes").mkdir(exist_ok=True)
+    (llama / "notes" / "LICENSE").write_text("free")
+    module.quantize(job(llama, tmp_path / "out", recipe="rtn-w4a16"))
+    for name in ("tokenizer.json", "generation_config.json", "notes/LICENSE"):
+        assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
+
+
+def fail_at_call(number: int, error: BaseException, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, but the call with this number (from 1) raises `error`."""
+    calls = {"n": 0}
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] == number:
+            raise error
+        return work(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("step", ["collect_statistics", "write_safetensors", "propagate", "finish"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_interrupted_run_resumes_to_the_same_bytes(
+    step: str, call: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.quantize(job(llama, tmp_path / "whole"))
+    call = 1 if step == "finish" else call
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, step, fail_at_call(call, KeyboardInterrupt(), getattr(module, step)))
+        with pytest.raises(KeyboardInterrupt):
+            module.quantize(job(llama, out))
+    assert not out.exists()
+    module.quantize(job(llama, out, resume=True))
+    assert files(out) == files(tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def interrupt(llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "propagate", fail_at_call(2, KeyboardInterrupt(), module.propagate))
+        with pytest.raises(KeyboardInterrupt):
+            module.quantize(job(llama, out))
+
+
+def test_unfinished_run_is_not_overwritten_silently(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt(llama, out, monkeypatch)
+    with pytest.raises(ValueError, match="unfinished run; add --resume or --force"):
+        module.quantize(job(llama, out))
+    with pytest.raises(ValueError, match="another model, recipe, calibration set"):
+        module.quantize(job(llama, out, "scheme.weights.bits=8", resume=True))
+    module.quantize(job(llama, out, force=True))
+    assert verify_checkpoint(out, llama).ok
+
+
+def test_two_runs_cannot_write_the_same_output(llama: Path, tmp_path: Path) -> None:
+    from compress.resume import open_run
+
+    with (
+        open_run(tmp_path / ".out.partial", "x", resume=False, force=False),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
+        module.quantize(job(llama, tmp_path / "out"))
+
+
+def test_full_disk_leaves_nothing_under_the_final_name(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(
+        module, "write_safetensors", fail_at_call(2, full, module.write_safetensors)
+    )
+    with pytest.raises(OSError, match="No space left"):
+        module.quantize(job(llama, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_output_is_kept_without_force(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="--force"):
+        module.quantize(job(llama, out))
+    assert (out / "config.json").read_text() == "{}"
+
+
+def test_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_model("LlamaForCausalLM", tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"block 1: .*(gate_proj|down_proj)"):
+        module.quantize(job(source, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_forgotten_linear_fails_the_run(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = module._planned_inputs
+
+    def forgetful(run: Any, prefix: str) -> Any:
+        return work(run, prefix)[:-1]
+
+    monkeypatch.setattr(module, "_planned_inputs", forgetful)
+    with pytest.raises(CheckFailed, match=r"not as planned: model.layers.0.mlp.down_proj"):
+        module.quantize(job(llama, tmp_path / "out"))
