@@ -39,8 +39,8 @@ from compress.models.load import (
     dematerialize,
     load_tokenizer,
     materialize,
+    resolve_model,
 )
-from compress.models.source import resolve_model
 from compress.plan import Plan, make_plan
 from compress.progress import progress
 from compress.resume import fingerprint_of, open_run
@@ -50,7 +50,7 @@ from compress.scheme import dequantize
 
 def plan_job(job: QuantizeJob) -> tuple[Checkpoint, ModelFamily, Plan]:
     """Open the model and decide what will be done, without reading a weight."""
-    checkpoint = open_checkpoint(resolve_model(job.model, offline=job.offline))
+    checkpoint = open_checkpoint(resolve_model(job.model, offline=job.offline, quiet=job.quiet))
     family = family_of(checkpoint.config)
     return checkpoint, family, make_plan(checkpoint, family, job.recipe)
 
@@ -130,33 +130,42 @@ def _enter(run: Run) -> BlockCalls:
 def _quantize_block(run: Run, calls: BlockCalls, index: int) -> list[LayerReport]:
     """Do block `index`: its part file and the next block's input are complete on return."""
     prefix = f"{run.family.blocks}.{index}."
+    block = run.blocks[index]
+    inputs = run.activations(index)
     with _named(f"block {index}"):
-        block = run.blocks[index]
         materialize(block, run.checkpoint, prefix, device=run.device, dtype=run.dtype)
-        inputs = run.activations(index)
-        statistics = collect_statistics(
-            block,
-            index,
-            calls,
-            inputs,
-            run.batch_size,
-            _planned_inputs(run, prefix),
-            full=ROUNDERS[run.job.recipe.method.kind].needs_second_moment,
-            device=run.device,
-        )
-        linears: dict[str, QuantizedLinear] = {}
-        rows: list[LayerReport] = []
-        for shared, stats in statistics.items():
-            rounded, shared_rows = _round_shared(run, prefix, shared, stats)
-            linears |= rounded
-            rows += shared_rows
+        linears, rows = _round_block(run, calls, index, prefix, inputs)
         _write_part(run, index, prefix, linears)
         if index + 1 < len(run.blocks):
             _load_quantized(block, prefix, linears)
             outputs = run.activations(index + 1, create=True)
             propagate(block, index, calls, inputs, outputs, run.batch_size, run.device)
-        dematerialize(block)
+    del linears  # before the heap is trimmed
+    dematerialize(block)
     return rows
+
+
+def _round_block(
+    run: Run, calls: BlockCalls, index: int, prefix: str, inputs: torch.Tensor
+) -> tuple[dict[str, QuantizedLinear], list[LayerReport]]:
+    """Replay the block to see what its Linears read, and quantize each with that."""
+    statistics = collect_statistics(
+        run.blocks[index],
+        index,
+        calls,
+        inputs,
+        run.batch_size,
+        _planned_inputs(run, prefix),
+        full=ROUNDERS[run.job.recipe.method.kind].needs_second_moment,
+        device=run.device,
+    )
+    linears: dict[str, QuantizedLinear] = {}
+    rows: list[LayerReport] = []
+    for shared, stats in statistics.items():
+        rounded, shared_rows = _round_shared(run, prefix, shared, stats)
+        linears |= rounded
+        rows += shared_rows
+    return linears, rows
 
 
 @contextmanager
