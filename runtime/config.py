@@ -92,9 +92,9 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> torch.Tensor
         raise ValueError("unsupported partial_rotary_factor (supported: 1)")
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv_freq = 1.0 / theta**exponent
+    inv_freq = 1.0 / torch.pow(theta, exponent)
     if kind == "linear":
-        return inv_freq / _required(rope, "factor")
+        return inv_freq / float(_required(rope, "factor"))
     if kind == "llama3":
         return _llama3_frequencies(inv_freq, rope)
     return inv_freq

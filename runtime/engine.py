@@ -19,9 +19,8 @@ import torch
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
-from compress.runtime.attention.base import AttentionBackend, allocate_pool
-from compress.runtime.attention.blockwise import BlockwiseAttention
-from compress.runtime.attention.triton_paged import PagedAttention
+from compress.runtime.attention.base import affordable_blocks, allocate_pool
+from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import build_batch
 from compress.runtime.blocks import BlockManager
 from compress.runtime.config import DTYPES, decoder_config, token_ids_of
@@ -33,8 +32,6 @@ from compress.runtime.scheduler import ScheduledRequest, Scheduler
 from compress.runtime.speculative.base import DraftContext, DraftProposer, load_proposer
 
 _LOGITS_BYTES = 64 * 2**20  # of fp32 logits at a time while scoring
-_CPU_MEMORY_FRACTION = 0.25  # of what is available, for the cache when its size is not given
-_GPU_MEMORY_FRACTION = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +41,7 @@ class EngineConfig:
     `num_blocks` None sizes the cache for `max_num_seqs` sequences of the longest length, within a
     fraction of the free memory. `max_model_len` None is what the model was made for.
     `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
+    `kernels` names a backend in `compress.kernels.ops`, `attention` one in `attention/choice.py`.
     """
 
     block_size: int = 64
@@ -52,6 +50,7 @@ class EngineConfig:
     token_budget: int = 512
     max_model_len: int | None = None
     kernels: str = "auto"
+    attention: str = "auto"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,8 +93,11 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_named = 0
         spec = attention_spec(decoder.config)
-        block_bytes = spec.block_bytes(config.block_size, decoder.dtype)
-        num_blocks = config.num_blocks or self._default_num_blocks(block_bytes)
+        num_blocks = config.num_blocks or affordable_blocks(
+            spec.block_bytes(config.block_size, decoder.dtype),
+            decoder.device,
+            wanted=config.max_num_seqs * -(-self.max_model_len // config.block_size),
+        )
         self.blocks = BlockManager(num_blocks, config.block_size)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=config.max_num_seqs, token_budget=config.token_budget
@@ -103,11 +105,7 @@ class Engine:
         self._pool = allocate_pool(
             spec, num_blocks, config.block_size, dtype=decoder.dtype, device=decoder.device
         )
-        self._attention: AttentionBackend = (
-            BlockwiseAttention(spec, self._pool)
-            if decoder.device.type == "cpu"
-            else PagedAttention(spec, self._pool, decoder.ops)
-        )
+        self._attention = make_attention(config.attention, spec, self._pool, decoder.ops)
 
     @classmethod
     def load(
@@ -223,7 +221,7 @@ class Engine:
         hidden = self.decoder.forward(batch, self._attention)
         self.stats.num_steps += 1
         self.stats.computed_tokens += len(hidden)
-        rows = hidden.split(batch.host_query_lens)
+        rows = hidden.split_with_sizes(batch.host_query_lens)
         return self._advance(schedule.scheduled, rows)
 
     def _advance(
@@ -236,6 +234,7 @@ class Engine:
             request = item.request
             if request.params is None:
                 self._score_rows(item, states)
+                continue
             for position in _choice_positions(item):
                 wanted.append(states[position - 1 - item.start])
                 rows.append(SampledRow(request.params, position))
@@ -307,13 +306,14 @@ class Engine:
         )
 
     def _score_rows(self, item: ScheduledRequest, states: torch.Tensor) -> None:
-        """Append the log-probabilities of the tokens after each computed row of a scored request."""
+        """Append the log-probability of the token after each computed row of a scored request."""
         first, request = item.start + 1, item.request
         targets = torch.tensor(request.prompt_ids[first : first + item.num_tokens])
         num_rows = max(_LOGITS_BYTES // (4 * self.decoder.config.vocab_size), 1)
-        for part, target in zip(states.split(num_rows), targets.split(num_rows), strict=True):
-            logits = self.decoder.logits(part)
-            picked = logits.gather(1, target.to(logits.device)[:, None])[:, 0]
+        for first_row in range(0, len(states), num_rows):
+            part = slice(first_row, first_row + num_rows)
+            logits = self.decoder.logits(states[part])
+            picked = logits.gather(1, targets[part].to(logits.device)[:, None])[:, 0]
             request.log_probs.append((picked - logits.logsumexp(dim=-1)).cpu())
 
     def _propose(self, proposer: DraftProposer) -> None:
@@ -373,17 +373,6 @@ class Engine:
         self._num_named += 1
         return f"#{self._num_named}"
 
-    def _default_num_blocks(self, block_bytes: int) -> int:
-        config = self.config
-        wanted = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-        affordable = _memory_for_cache(self.decoder.device) // block_bytes
-        if affordable < 1:
-            raise ValueError(
-                f"no memory for the cache: one block takes {block_bytes} bytes, and"
-                f" {_memory_for_cache(self.decoder.device)} are left for it"
-            )
-        return min(wanted, affordable)
-
 
 def _choice_positions(item: ScheduledRequest) -> range:
     """Positions whose tokens are chosen in this step: after the last known token and each draft."""
@@ -391,11 +380,3 @@ def _choice_positions(item: ScheduledRequest) -> range:
     if request.params is None or end < len(request.token_ids):
         return range(0)
     return range(len(request.token_ids), end + 1)
-
-
-def _memory_for_cache(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _GPU_MEMORY_FRACTION)
-    import psutil
-
-    return int(psutil.virtual_memory().available * _CPU_MEMORY_FRACTION)

@@ -2,17 +2,17 @@
 
 | weight        | device, dtype          | implementation                                          |
 |---------------|------------------------|---------------------------------------------------------|
-| float         | GPU                    | `F.linear`                                              |
-| float         | CPU                    | `PrepackedLinear`                                       |
+| float         | GPU; CPU, float16      | `F.linear`                                              |
+| float         | CPU, fp32 or bfloat16  | `PrepackedLinear` if the CPU has it, else `F.linear`    |
 | 4-bit, packed | GPU, 16-bit            | `PackedLinear`: `ops.w4a16`                             |
 | 4-bit, packed | CPU, bfloat16          | `Int4Linear`: int4 product up to 8 rows, above it       |
-|               |                        | `PrepackedLinear` of the dequantized weight             |
+|               |                        | as float with the dequantized weight                    |
 | other packed  | any                    | dequantized, then as float                              |
 
 Speed on CPUs is bought with memory: `PrepackedLinear` keeps the weight in the layout that oneDNN
 multiplies fastest and, for bfloat16, also row-major, which is faster for a single row; `Int4Linear`
 keeps the prepacked weight beside its 4-bit codes, because the int4 product is bound by arithmetic
-and loses to a plain product from about 8 rows on.
+and loses to the float product from about 8 rows on.
 
 T rows, K in_features, N out_features.
 """
@@ -33,9 +33,10 @@ from compress.scheme import dequantize
 Weight = torch.Tensor | QuantizedLinear  # float (N, K), or codes (N, K) with scales
 
 _INT4_MAX_ROWS = 8
-_INT4_GROUPS = (32, 64, 128, 256)  # what the CPU product takes
+_INT4_GROUP_MULTIPLE = 32  # of the CPU product
 _INT4_OUT_MULTIPLE = 16
 _WORD = 8  # 4-bit codes per int32
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +53,21 @@ class PlainLinear:
 class PrepackedLinear:
     """x W^T + b on a CPU through oneDNN, with the weight laid out for it in advance."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, few_rows: bool = True
+    ) -> None:
         self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        self._row_major = weight if weight.dtype == torch.bfloat16 else None
+        keeps_both = few_rows and weight.dtype == torch.bfloat16
+        self._row_major = weight if keeps_both else None
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._row_major is not None and len(x) == 1:
             return _gemv(x, self._row_major, self._bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self._bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._prepacked, self._bias, "none", [], ""
+        )
+        return y
 
 
 class Int4Linear:
@@ -69,14 +76,14 @@ class Int4Linear:
     def __init__(self, linear: QuantizedLinear, bias: torch.Tensor | None) -> None:
         self._packed: Int4Cpu = pack_int4_cpu(linear)
         dense = dequantize(linear, torch.bfloat16)
-        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(dense, None)
+        self._dense = _float_linear([dense], bias, _CPU, few_rows=False)
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) <= _INT4_MAX_ROWS:
-            y = w4a16_cpu(x, self._packed)
-            return y if self._bias is None else y.add_(self._bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._prepacked, self._bias, "none", [], "")
+        if len(x) > _INT4_MAX_ROWS:
+            return self._dense(x)
+        y = w4a16_cpu(x, self._packed)
+        return y if self._bias is None else y.add_(self._bias)
 
 
 class PackedLinear:
@@ -131,22 +138,36 @@ def _packed_linear(
     ops: Ops,
 ) -> Linear:
     out_features, in_features = linear.codes.shape
-    if linear.bits == 4 and device.type == "cpu" and dtype == torch.bfloat16:
-        if linear.group_size in _INT4_GROUPS and out_features % _INT4_OUT_MULTIPLE == 0:
-            return Int4Linear(linear, bias)
-    elif linear.bits == 4 and device.type == "cuda" and dtype != torch.float32:
-        if in_features % _WORD == 0:
-            return PackedLinear(linear, bias, ops, device)
+    fits_cpu = (
+        linear.group_size % _INT4_GROUP_MULTIPLE == 0 and out_features % _INT4_OUT_MULTIPLE == 0
+    )
+    if linear.bits == 4 and device.type == "cpu" and dtype == torch.bfloat16 and fits_cpu:
+        return Int4Linear(linear, bias)
+    fits_gpu = in_features % _WORD == 0 and dtype != torch.float32
+    if linear.bits == 4 and device.type == "cuda" and fits_gpu:
+        return PackedLinear(linear, bias, ops, device)
     return _float_linear([_dense(linear, dtype, device)], bias, device)
 
 
 def _float_linear(
-    parts: Sequence[torch.Tensor], bias: torch.Tensor | None, device: torch.device
+    parts: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    device: torch.device,
+    *,
+    few_rows: bool = True,
 ) -> Linear:
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        return PrepackedLinear(weight, bias)
+    if device.type == "cpu" and _can_prepack(weight.dtype):
+        return PrepackedLinear(weight, bias, few_rows=few_rows)
     return PlainLinear(weight=weight, bias=bias)
+
+
+def _can_prepack(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a oneDNN product with prepacked weights for `dtype`."""
+    if not torch._C._has_mkldnn:
+        return False
+    has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16)
 
 
 def _fuse_packed(weights: Sequence[Weight]) -> QuantizedLinear | None:

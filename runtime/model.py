@@ -87,7 +87,8 @@ class Decoder:
         """Queries (T, num_heads, D), keys and values (T, num_kv_heads, D), before rotation."""
         config = self.config
         heads = layer.qkv(x).view(len(x), -1, config.head_dim)
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = heads.split_with_sizes(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
         return q, k, v

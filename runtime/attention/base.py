@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import psutil
 import torch
 
 from compress.runtime.batch import Batch
+
+_CPU_MEMORY_FRACTION = 0.25  # of what is available, for the cache when its size is not given
+_GPU_MEMORY_FRACTION = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,19 @@ def allocate_pool(
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in "kv")
     return KVPool(k, v)
+
+
+def affordable_blocks(block_bytes: int, device: torch.device, *, wanted: int) -> int:
+    """`wanted` cache blocks, or as many as fit a fraction of the free memory of `device`."""
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_MEMORY_FRACTION)
+    else:
+        budget = int(psutil.virtual_memory().available * _CPU_MEMORY_FRACTION)
+    if budget < block_bytes:
+        raise ValueError(
+            f"no memory for the cache: a block takes {block_bytes} bytes, {budget} are left for it"
+        )
+    return min(wanted, budget // block_bytes)
 
 
 class AttentionBackend(Protocol):
