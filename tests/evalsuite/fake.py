@@ -5,10 +5,14 @@ yields its first token, or gives every running request its next `tokens_per_step
 """
 
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from compress.runtime.model import Decoder
 from compress.runtime.request import Completion, Request
+from compress.runtime.speculative.base import DraftContext
 
 
 class FakeClock:
@@ -84,3 +88,21 @@ def _completion(request: Request) -> Completion:
         arrival_time=request.arrival_time,
         token_times=request.token_times,
     )
+
+
+class ConstantDraft:
+    """Satisfies the engine's DraftProposer: token 0, three times, always."""
+
+    def observe(self, request_id: str, start: int, hidden: torch.Tensor) -> None:
+        pass
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
+        return [[0] * min(3, context.max_draft_tokens) for context in contexts]
+
+    def reset(self, request_id: str) -> None:
+        pass
+
+
+def load_constant_draft(path: Path, target: Decoder) -> ConstantDraft:
+    """For a folder whose config names the architecture ConstantDraft."""
+    return ConstantDraft()

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from compress.evalsuite.report import print_report
 from compress.evalsuite.serve_eval import ServeEvalOptions, serve_eval
+from compress.runtime.speculative.base import PROPOSERS
 from tests.factory import tiny_model
 
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -135,6 +137,43 @@ def test_serve_eval_baseline_of_itself_has_ratio_one(options: ServeEvalOptions) 
     result = serve_eval(replace(options, baseline=options.model, workload="none"))
     assert result["ratio"]["perplexity"] == {"value": 1.0, "stderr": 0.0}
     assert result["ratio"]["bytes"] == 1.0
+
+
+@pytest.fixture
+def indifferent(tmp_path: Path) -> str:
+    """A model that finds all 331 tokens equally likely, and greedily takes token 0."""
+    folder = tiny_model("LlamaForCausalLM", tmp_path / "indifferent")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_serve_eval_with_a_draft_reports_acceptance_and_equal_outputs(
+    options: ServeEvalOptions, indifferent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROPOSERS, "ConstantDraft", "tests.evalsuite.fake:load_constant_draft")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text('{"architectures": ["ConstantDraft"]}')
+    result = serve_eval(
+        replace(options, model=indifferent, baseline=None, draft=draft, output_tokens=9)
+    )
+    assert result["perplexity"]["value"] == pytest.approx(331)
+    speculation = result["speculation"]
+    # 1 token from the prefill, then two iterations of three drafted tokens and the target's own
+    assert speculation["acceptance_length"] == 4.0
+    assert speculation["identical_outputs"] == 1.0
+    for entry, alone, speedup in zip(
+        speculation["throughput"], result["throughput"], speculation["speedup"], strict=True
+    ):
+        assert entry["acceptance_length"] == 4.0
+        pairs = zip(entry[_RATES[1]]["runs"], alone[_RATES[1]]["runs"], strict=True)
+        assert speedup[_RATES[1]]["runs"] == pytest.approx([a / b for a, b in pairs])
+    assert result["protocol"]["draft"] == str(draft)
+    console = Console(width=120, record=True)
+    print_report(result, console)
+    assert "model + draft" in console.export_text()
 
 
 @pytest.mark.parametrize(
