@@ -73,13 +73,17 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def stored_bits(checkpoint: Checkpoint) -> StoredBits:
-    """Count the weights of `checkpoint` and the bits per weight on disk."""
+    """Count the weights of `checkpoint` and the bits per weight on disk.
+
+    A packed Linear without its `weight_shape` is damaged; its weights are not counted.
+    """
     float_weights = sum(
         prod(info.shape)
         for name, info in checkpoint.tensors.items()
         if _kind(name, info.shape) not in _PACKED_KINDS.values()
     )
-    shapes = [checkpoint.read(f"{name}.weight_shape").tolist() for name in packed_names(checkpoint)]
+    shape_names = [f"{name}.weight_shape" for name in packed_names(checkpoint)]
+    shapes = [checkpoint.read(name).tolist() for name in shape_names if name in checkpoint.tensors]
     packed_weights = sum(prod(shape) for shape in shapes)
     packed_bytes = sum(
         info.nbytes

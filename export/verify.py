@@ -1,8 +1,8 @@
 """Check a finished checkpoint: is it whole, consistent, and what it was made from?
 
-`verify_checkpoint` reads every tensor once, one at a time, and returns a report of named checks;
-with a source checkpoint it also does the comparisons of compare.py. `check_part` is the check of
-the writing loop: what is on disk is what was meant, bit for bit.
+`verify_checkpoint` reads every tensor, one at a time, and returns a report of named checks; with a
+source checkpoint it also does the comparisons of compare.py. `check_part` is the check of the
+writing loop: what is on disk is what was meant, bit for bit.
 """
 
 from collections.abc import Iterator, Mapping

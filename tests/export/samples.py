@@ -7,14 +7,30 @@ how its codes came about.
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from compress.artifacts import QuantizedLinear
 from compress.export.compressed_tensors import pack_linear, quantization_config
+from compress.export.verify import VerifyReport
 from compress.export.writer import copy_side_files, write_json, write_safetensors
 from compress.models.checkpoint import open_checkpoint
-from compress.scheme import QuantScheme, WeightScheme, code_range, group_width, round_to_codes
+from compress.scheme import (
+    PER_CHANNEL,
+    QuantScheme,
+    WeightScheme,
+    code_range,
+    group_width,
+    round_to_codes,
+)
 
+SCHEMES = [
+    pytest.param(WeightScheme(bits=4, group_size=32), id="w4-g32-sym"),
+    pytest.param(WeightScheme(bits=4, group_size=32, symmetric=False), id="w4-g32-asym"),
+    pytest.param(WeightScheme(bits=3, group_size=16, symmetric=False), id="w3-g16-asym"),
+    pytest.param(WeightScheme(bits=2, group_size=PER_CHANNEL), id="w2-channel-sym"),
+    pytest.param(WeightScheme(bits=8, group_size=PER_CHANNEL, symmetric=False), id="w8-channel"),
+]
 LINEARS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -85,9 +101,13 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 
 def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace or add tensors of `model.safetensors`; None removes one. `__` stands for a dot."""
+    """Replace or add tensors of `model.safetensors`; None removes one."""
     checkpoint = open_checkpoint(folder)
-    edits = {name.replace("__", "."): tensor for name, tensor in changes.items()}
-    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors} | edits
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors} | changes
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_safetensors(folder / "model.safetensors", present)
+
+
+def failed_checks(report: VerifyReport) -> dict[str, str]:
+    """Name -> detail of the checks that failed."""
+    return {check.name: check.detail for check in report.checks if not check.ok}

@@ -10,37 +10,26 @@ import torch
 
 from compress.artifacts import QuantizedLinear
 from compress.errors import CheckFailed
-from compress.export.compare import relative_error_bound
 from compress.export.compressed_tensors import pack_linear
-from compress.export.verify import VerifyReport, check_part, verify_checkpoint
+from compress.export.verify import check_part, verify_checkpoint
 from compress.export.writer import merge_shards, write_safetensors
 from compress.models.checkpoint import open_checkpoint
 from compress.scheme import PER_CHANNEL, WeightScheme, dequantize
 from tests.export.samples import (
+    SCHEMES,
     edit_config,
     edit_tensors,
+    failed_checks,
     packed_model,
-    quantize_min_max,
     random_linear,
 )
 from tests.factory import tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
-SCHEMES = [
-    pytest.param(WeightScheme(bits=4, group_size=32), id="w4-g32-sym"),
-    pytest.param(WeightScheme(bits=4, group_size=32, symmetric=False), id="w4-g32-asym"),
-    pytest.param(WeightScheme(bits=3, group_size=16, symmetric=False), id="w3-g16-asym"),
-    pytest.param(WeightScheme(bits=2, group_size=PER_CHANNEL), id="w2-channel-sym"),
-    pytest.param(WeightScheme(bits=8, group_size=PER_CHANNEL, symmetric=False), id="w8-channel"),
-]
 
 
-def _failed(report: VerifyReport) -> dict[str, str]:
-    return {check.name: check.detail for check in report.checks if not check.ok}
-
-
-def _edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _edit(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     changed = change(open_checkpoint(folder).read(name).clone())
     edit_tensors(folder, **{name: changed})
 
@@ -56,9 +45,9 @@ def _put(index: tuple[int, ...], value: float) -> Callable[[torch.Tensor], torch
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_verify_checkpoint_passes_a_packed_model_alone_and_against_its_source(pack, source, scheme):
     folder = pack(scheme)
-    assert _failed(verify_checkpoint(folder)) == {}
+    assert failed_checks(verify_checkpoint(folder)) == {}
     report = verify_checkpoint(folder, source)
-    assert _failed(report) == {} and report.ok
+    assert failed_checks(report) == {} and report.ok
     assert len(report.relative_errors) == 14
     assert max(report.relative_errors.values()) < {2: 0.8, 3: 0.25, 4: 0.15, 8: 0.02}[scheme.bits]
     checkpoint = open_checkpoint(folder)
@@ -78,7 +67,7 @@ def test_verify_checkpoint_counts_bits_per_weight(pristine):
 def test_verify_checkpoint_passes_float_models(tmp_path, architecture, tied):
     folder = tiny_model(architecture, tmp_path / "float", tied=tied, max_shard_size="100KB")
     report = verify_checkpoint(folder, folder)
-    assert _failed(report) == {}
+    assert failed_checks(report) == {}
     assert "index" in {check.name for check in report.checks}
     assert report.bits_per_weight is None
     assert report.relative_errors == {}
@@ -90,7 +79,7 @@ def test_verify_checkpoint_passes_float_models(tmp_path, architecture, tied):
 def test_verify_checkpoint_passes_every_family_packed(tmp_path, architecture):
     source = tiny_model(architecture, tmp_path / "float", tied=True)
     packed_model(source, tmp_path / "packed", WeightScheme(group_size=32))
-    assert _failed(verify_checkpoint(tmp_path / "packed", source)) == {}
+    assert failed_checks(verify_checkpoint(tmp_path / "packed", source)) == {}
 
 
 def test_verify_checkpoint_passes_tensors_that_were_cast(source, packed):
@@ -103,7 +92,7 @@ def test_verify_checkpoint_passes_tensors_that_were_cast(source, packed):
     edit_tensors(packed, **halves)
     edit_config(packed, dtype="bfloat16")
     report = verify_checkpoint(packed, source)
-    assert _failed(report) == {}
+    assert failed_checks(report) == {}
     assert "(7 after a cast)" in next(c.detail for c in report.checks if c.name == "untouched")
 
 
@@ -115,6 +104,7 @@ DAMAGES = [
     pytest.param(SCALE, lambda t: t[:, :2], {"tensors"}, id="scale-shape"),
     pytest.param(f"{Q_PROJ}.weight_packed", lambda t: t[:-1], {"tensors"}, id="packed-shape"),
     pytest.param(f"{Q_PROJ}.weight_shape", lambda t: t.flip(0) + 1, {"shapes"}, id="wrong-shape"),
+    pytest.param(f"{Q_PROJ}.weight_shape", lambda t: None, {"tensors"}, id="no-shape"),
     pytest.param("model.norm.weight", _put((0,), float("inf")), {"finite"}, id="infinite-norm"),
     pytest.param("model.norm.weight", lambda t: t.int(), {"tensors"}, id="integer-norm"),
 ]
@@ -123,7 +113,7 @@ DAMAGES = [
 @pytest.mark.parametrize("name, change, checks", DAMAGES)
 def test_verify_checkpoint_names_a_damaged_tensor(packed, name, change, checks):
     _edit(packed, name, change)
-    failed = _failed(verify_checkpoint(packed))
+    failed = failed_checks(verify_checkpoint(packed))
     assert failed.keys() == checks
     assert all(name in detail for detail in failed.values())
 
@@ -133,13 +123,15 @@ def test_verify_checkpoint_names_missing_and_unexpected_tensors(packed):
         packed,
         **{"model.norm.weight": None, "model.extra": torch.ones(1), "lm_head.bias": torch.ones(2)},
     )
-    detail = _failed(verify_checkpoint(packed))["tensors"]
+    detail = failed_checks(verify_checkpoint(packed))["tensors"]
     assert detail == "missing model.norm.weight; unexpected model.extra; unexpected lm_head.bias"
 
 
 def test_verify_checkpoint_shows_the_first_of_many_problems(packed):
     edit_tensors(packed, **{f"extra.{i}": torch.ones(1) for i in range(5)})
-    assert _failed(verify_checkpoint(packed))["tensors"].endswith("unexpected extra.2; and 2 more")
+    assert failed_checks(verify_checkpoint(packed))["tensors"].endswith(
+        "unexpected extra.2; and 2 more"
+    )
 
 
 @pytest.mark.parametrize("local", ["weight_packed", "weight_zero_point"])
@@ -149,17 +141,17 @@ def test_verify_checkpoint_finds_bits_past_the_last_code(tmp_path, local):
                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
     folder = tmp_path / "packed"
     packed_model(source, folder, WeightScheme(bits=3, group_size=PER_CHANNEL, symmetric=False))
-    assert _failed(verify_checkpoint(folder, source)) == {}
+    assert failed_checks(verify_checkpoint(folder, source)) == {}
     name = f"{Q_PROJ}.{local}"
     _edit(folder, name, _put((-1, -1), -1))
-    assert _failed(verify_checkpoint(folder)) == {
+    assert failed_checks(verify_checkpoint(folder)) == {
         "padding": f"{name} has bits set past its last code"
     }
 
 
 def test_verify_checkpoint_rejects_a_zero_point_in_a_symmetric_linear(packed):
     edit_tensors(packed, **{f"{Q_PROJ}.weight_zero_point": torch.zeros(12, 3, dtype=torch.int32)})
-    failed = _failed(verify_checkpoint(packed))
+    failed = failed_checks(verify_checkpoint(packed))
     assert failed["zero points"] == f"{Q_PROJ} (W4A16 g32 sym) has weight_zero_point"
     assert failed["tensors"] == f"unexpected {Q_PROJ}.weight_zero_point"
 
@@ -167,7 +159,7 @@ def test_verify_checkpoint_rejects_a_zero_point_in_a_symmetric_linear(packed):
 def test_verify_checkpoint_misses_the_zero_point_of_an_asymmetric_linear(pack):
     folder = pack(WeightScheme(group_size=32, symmetric=False))
     edit_tensors(folder, **{f"{Q_PROJ}.weight_zero_point": None})
-    failed = _failed(verify_checkpoint(folder))
+    failed = failed_checks(verify_checkpoint(folder))
     assert failed["zero points"] == f"{Q_PROJ} (W4A16 g32 asym) lacks weight_zero_point"
 
 
@@ -187,12 +179,12 @@ def _set_ignore(folder: Path, *entries: str) -> None:
 )
 def test_verify_checkpoint_checks_the_ignore_list(packed, entries, problem):
     _set_ignore(packed, *entries)
-    assert problem in _failed(verify_checkpoint(packed))["ignore list"]
+    assert problem in failed_checks(verify_checkpoint(packed))["ignore list"]
 
 
 def test_verify_checkpoint_takes_expressions_in_the_ignore_list(packed):
     _set_ignore(packed, "re:.*head")
-    assert _failed(verify_checkpoint(packed)) == {}
+    assert failed_checks(verify_checkpoint(packed)) == {}
 
 
 def test_verify_checkpoint_wants_one_scheme_for_linears_that_loaders_stack(packed, source):
@@ -202,70 +194,14 @@ def test_verify_checkpoint_wants_one_scheme_for_linears_that_loaders_stack(packe
     locals_ = pack_linear(random_linear(WeightScheme(group_size=12)))
     edit_tensors(packed, **{f"{name}.{key}": None for key in locals_}, **{f"{name}.weight": weight})
     _set_ignore(packed, "lm_head", name)
-    failed = _failed(verify_checkpoint(packed, source))
+    failed = failed_checks(verify_checkpoint(packed, source))
     assert failed.keys() == {"fused"}
     assert name in failed["fused"]
 
 
 def test_verify_checkpoint_wants_a_tokenizer(packed):
     (packed / "tokenizer.json").unlink()
-    assert _failed(verify_checkpoint(packed)).keys() == {"tokenizer"}
-
-
-def test_verify_checkpoint_compares_side_files_with_the_source(packed, source):
-    (packed / "tokenizer.json").write_text("{}")
-    (packed / "generation_config.json").unlink()
-    assert _failed(verify_checkpoint(packed, source)) == {
-        "side files": "generation_config.json of the source is missing; "
-        "tokenizer.json differs from the source"
-    }
-
-
-def test_verify_checkpoint_compares_the_config_with_the_source(packed, source):
-    edit_config(packed, rope_theta=1.0, eos_token_id=7)
-    detail = _failed(verify_checkpoint(packed, source))["config"]
-    assert "eos_token_id is 7, the source has 1" in detail
-
-
-def test_verify_checkpoint_finds_an_untouched_tensor_that_changed(packed, source):
-    _edit(packed, "lm_head.weight", _put((5, 5), 0.0))
-    assert _failed(verify_checkpoint(packed, source)) == {
-        "untouched": "lm_head.weight differs from the source"
-    }
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda w: w.roll(1, 1), id="shifted-columns"),
-        pytest.param(lambda w: -w, id="sign"),
-        pytest.param(lambda w: w.flip(0), id="reversed-rows"),
-        pytest.param(lambda w: torch.zeros_like(w), id="zeros"),
-    ],
-)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_verify_checkpoint_finds_a_linear_that_is_not_its_source(pack, source, scheme, change):
-    folder = pack(scheme)
-    weight = open_checkpoint(source).read(f"{DOWN_PROJ}.weight")
-    wrong = quantize_min_max(change(weight) + 1e-6, scheme)
-    edit_tensors(folder, **{f"{DOWN_PROJ}.{k}": t for k, t in pack_linear(wrong).items()})
-    failed = _failed(verify_checkpoint(folder, source))
-    assert failed.keys() == {"weights"}
-    assert DOWN_PROJ in failed["weights"]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_relative_error_bound_separates_rounding_from_codes_off_by_one(scheme):
-    weight = torch.randn(33, 96, generator=torch.Generator().manual_seed(0))
-    linear = quantize_min_max(weight, scheme)
-    bound = relative_error_bound(linear, weight)
-    off_by_one = dequantize(linear) + linear.scale.repeat_interleave(linear.group_size, 1)
-    right, wrong = (
-        float((weight - approximation).norm() / weight.norm())
-        for approximation in (dequantize(linear), off_by_one)
-    )
-    assert 2 * right < bound or scheme.bits == 2  # 2 bits: the bound is the norm of the weight
-    assert right < bound < wrong
+    assert failed_checks(verify_checkpoint(packed)).keys() == {"tokenizer"}
 
 
 def test_verify_checkpoint_checks_the_index(source, packed):
@@ -273,13 +209,13 @@ def test_verify_checkpoint_checks_the_index(source, packed):
     (packed / "model.safetensors").rename(parts[0])
     merge_shards(parts, packed, max_shard_bytes=60_000)
     parts[0].unlink()
-    assert _failed(verify_checkpoint(packed, source)) == {}
+    assert failed_checks(verify_checkpoint(packed, source)) == {}
     file = packed / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     del index["weight_map"]["model.norm.weight"]
     index["metadata"]["total_size"] = 1
     file.write_text(json.dumps(index))
-    detail = _failed(verify_checkpoint(packed))["index"]
+    detail = failed_checks(verify_checkpoint(packed))["index"]
     assert detail.startswith("model.norm.weight is not listed; total_size is 1, the tensors take")
 
 
