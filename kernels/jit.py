@@ -28,6 +28,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "TRITON_INSTALLED",
     "CompileCase",
+    "Instruction",
     "check_rows",
     "check_tensor",
     "tl",

@@ -25,11 +25,18 @@ bits alone, in a batch, or in a verification pass.
 Dao, FlashAttention-2, arXiv:2307.08691; Kwon et al., PagedAttention, arXiv:2309.06180.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from compress.kernels.jit import FLOAT_DTYPES, CompileCase, check_rows, check_tensor, triton
+from compress.kernels.jit import (
+    FLOAT_DTYPES,
+    CompileCase,
+    Instruction,
+    check_rows,
+    check_tensor,
+    triton,
+)
 from compress.kernels.paged_attention_kernels import (
     merge_segments_kernel,
     segment_kernel,
@@ -47,13 +54,14 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Largest bytes of one key -> tiles for short and long queries. The stages keep the key and value
-# tiles in flight within the shared memory of an A100 (163 KiB). Not yet timed on a card.
-_TILES: tuple[tuple[int, _Tile, _Tile], ...] = (
-    (128, _Tile(16, 4, 5), _Tile(64, 4, 3)),
-    (256, _Tile(16, 4, 6), _Tile(64, 8, 3)),
-    (512, _Tile(16, 4, 3), _Tile(64, 8, 2)),
-)
+# Launch -> (largest bytes of one key, tile): a short query over one segment or, next to long ones,
+# over its whole context, and a long query. The stages keep keys and values in flight within the
+# shared memory of an A100 (163 KiB), without spills on sm_80 and sm_90. Not yet timed on a card.
+_TILES: dict[str, tuple[tuple[int, _Tile], ...]] = {
+    "segment": ((128, _Tile(16, 4, 5)), (256, _Tile(16, 4, 6)), (512, _Tile(16, 4, 3))),
+    "short": ((128, _Tile(16, 4, 4)), (256, _Tile(16, 4, 6)), (512, _Tile(16, 4, 3))),
+    "long": ((128, _Tile(64, 4, 3)), (256, _Tile(64, 8, 3)), (512, _Tile(64, 8, 2))),
+}
 
 
 def paged_attention_ref(
@@ -68,22 +76,24 @@ def paged_attention_ref(
     window: int = 0,
     max_query_len: int,
 ) -> torch.Tensor:
-    """Oracle: `paged_attention` in float64, one query row and one head at a time."""
+    """Oracle: `paged_attention` in float64, one query row at a time."""
     y = torch.zeros_like(q)
     group, block_size = q.shape[1] // k_pool.shape[1], k_pool.shape[2]
+    starts = query_starts.tolist()
     for s, context in enumerate(context_lens.tolist()):
-        start, stop = query_starts[s].item(), query_starts[s + 1].item()
+        start, stop = starts[s], starts[s + 1]
         assert stop - start <= max_query_len, "max_query_len is too small"
         for t in range(start, stop):
             last = context - stop + t
             first = max(0, last - window + 1) if window else 0
             positions = torch.arange(first, last + 1, device=q.device)
-            blocks = block_tables[s, positions // block_size].long()
-            for head in range(q.shape[1]):
-                k = k_pool[blocks, head // group, positions % block_size].double()  # (n, D)
-                v = v_pool[blocks, head // group, positions % block_size].double()  # (n, D)
-                weights = torch.softmax(k @ q[t, head].double() * scale, dim=0)  # (n,)
-                y[t, head] = (weights @ v).to(q.dtype)
+            blocks, offsets = block_tables[s, positions // block_size], positions % block_size
+            k, v = (
+                pool[blocks, :, offsets].double().repeat_interleave(group, dim=1)  # (n, Hq, D)
+                for pool in (k_pool, v_pool)
+            )
+            scores = torch.einsum("hd,nhd->hn", q[t].double(), k) * scale
+            y[t] = torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=-1), v).to(q.dtype)
     return y
 
 
@@ -108,16 +118,16 @@ def paged_attention_triton(
     sequences = (block_tables, context_lens, query_starts)
     scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x log2(e))
     reach = window or _NO_WINDOW
-    short, long = (_variant(q, k_pool, long=is_long) for is_long in (False, True))
     strides = (q.stride(0), block_tables.stride(0))
     if max_query_len > _MAX_SHORT_QUERY:
-        launches = ((short, 1, _MAX_SHORT_QUERY), (long, _MAX_SHORT_QUERY + 1, max_query_len))
-        for (constexprs, options), shortest, longest in launches:
+        bounds = {"short": (1, _MAX_SHORT_QUERY), "long": (_MAX_SHORT_QUERY + 1, max_query_len)}
+        for launch, (shortest, longest) in bounds.items():
+            constexprs, options = _variant(launch, q, k_pool)
             grid = (_num_tiles(longest, constexprs), num_kv_heads, num_seqs)
             args = (q, k_pool, v_pool, *sequences, y, scale_log2, reach, shortest, longest)
             whole_context_kernel[grid](*args, *strides, **constexprs, **options)
         return y
-    constexprs, options = short
+    constexprs, options = _variant("segment", q, k_pool)
     num_segments = triton.cdiv(block_tables.shape[1], constexprs["SEGMENT_TILES"])
     acc = q.new_empty((*q.shape[:2], num_segments, q.shape[2]), dtype=torch.float32)
     peak, total = acc.new_empty((2, *acc.shape[:3])).unbind()
@@ -161,23 +171,16 @@ def _check(
 
 
 def _variant(
-    q: torch.Tensor, k_pool: torch.Tensor, *, long: bool
+    launch: str, q: torch.Tensor, k_pool: torch.Tensor
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Compile-time constants and launch options of the tile for short or long queries."""
+    """Compile-time constants and launch options; ValueError for a head_dim that no tile holds."""
     num_kv_heads, block_size, head_dim = k_pool.shape[1:]
-    return _variant_of(
-        q.shape[1] // num_kv_heads, num_kv_heads, head_dim, block_size, q.itemsize, long=long
-    )
-
-
-def _variant_of(
-    group: int, num_kv_heads: int, head_dim: int, block_size: int, itemsize: int, *, long: bool
-) -> tuple[dict[str, Any], dict[str, int]]:
+    group = q.shape[1] // num_kv_heads
     block_d = triton.next_power_of_2(max(head_dim, 16))
-    row = next((tiles for nbytes, *tiles in _TILES if block_d * itemsize <= nbytes), None)
-    if row is None:
-        raise ValueError(f"q has head_dim {head_dim}, too large for {itemsize}-byte values")
-    tile = row[1 if long else 0]
+    fitting = [tile for nbytes, tile in _TILES[launch] if block_d * q.itemsize <= nbytes]
+    if not fitting:
+        raise ValueError(f"q has head_dim {head_dim}, too large for {q.itemsize}-byte values")
+    tile = fitting[0]
     constexprs = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
@@ -185,7 +188,7 @@ def _variant_of(
         "BLOCK_M": max(tile.block_m, triton.next_power_of_2(group)),
         "BLOCK_N": block_size,
         "BLOCK_D": block_d,
-        "SEGMENT_TILES": 0 if long else _SEGMENT // block_size,
+        "SEGMENT_TILES": 0 if launch == "long" else _SEGMENT // block_size,
     }
     return constexprs, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
@@ -226,13 +229,15 @@ def paged_attention_torch(
         num_keys = context - low * block_size
         k, v = (p[blocks].transpose(0, 1).reshape(shape)[:, :num_keys] for p in (k_pool, v_pool))
         rows = q[start:stop].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        scores = torch.matmul(rows, k.unsqueeze(1).transpose(-1, -2)).float() * scale
+        rows = rows.reshape(num_kv_heads, -1, head_dim)  # (Hk, GROUP * query_len, D)
+        scores = torch.matmul(rows, k.transpose(1, 2)).float() * scale
         q_pos = torch.arange(first, context, device=q.device)[:, None]
         distance = q_pos - torch.arange(low * block_size, context, device=q.device)
         hidden = distance < 0 if not window else (distance < 0) | (distance >= window)
-        scores = scores.masked_fill_(hidden, float("-inf"))  # (Hk, GROUP, query_len, keys)
-        weights = torch.softmax(scores, dim=-1).to(q.dtype)
-        y[start:stop] = torch.matmul(weights, v.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
+        scores.view(-1, *hidden.shape).masked_fill_(hidden, float("-inf"))
+        out = torch.matmul(torch.softmax(scores, dim=-1).to(q.dtype), v)
+        out = out.view(num_kv_heads, group, -1, head_dim).permute(2, 0, 1, 3)
+        y[start:stop] = out.reshape(y[start:stop].shape)
     return y
 
 
@@ -242,27 +247,33 @@ def compile_cases() -> list[CompileCase]:
     tables = dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "query_starts_ptr"), "*i32")
     states = dict.fromkeys(("acc_ptr", "peak_ptr", "total_ptr"), "*fp32")
     types = pools | tables | states | {"scale_log2": "fp32"}
-    tensor_core = ("mma", "load16")
+    memory: tuple[Instruction, ...] = ("load16",)
+    tensor_core: tuple[Instruction, ...] = (*memory, "mma")
+    kernels = {
+        "segment": (segment_kernel, tensor_core),
+        "short": (whole_context_kernel, tensor_core),
+        "long": (whole_context_kernel, (*tensor_core, "wgmma")),
+    }
     cases = []
     for group, kv_heads, head_dim in ((3, 3, 64), (4, 8, 128), (4, 8, 256)):
-        shape = f"group={group},head_dim={head_dim}"
-        short, options = _variant_of(group, kv_heads, head_dim, 64, 2, long=False)
-        long, long_options = _variant_of(group, kv_heads, head_dim, 64, 2, long=True)
-        for kernel, label, constexprs, launch, meant in (
-            (segment_kernel, "segment", short, options, tensor_core),
-            (merge_segments_kernel, "merge", short, {}, ("load16",)),
-            (whole_context_kernel, "short", short, options, tensor_core),
-            (whole_context_kernel, "long", long, long_options, (*tensor_core, "wgmma")),
-        ):
+        q = torch.empty(1, group * kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
+        pool = torch.empty(1, kv_heads, 64, head_dim, dtype=torch.bfloat16, device="meta")
+        variants = {
+            launch: (kernel, meant, *_variant(launch, q, pool))
+            for launch, (kernel, meant) in kernels.items()
+        }
+        segment_constexprs = variants["segment"][2]
+        variants["merge"] = (merge_segments_kernel, memory, segment_constexprs, {})
+        for launch, (kernel, meant, constexprs, options) in variants.items():
             cases.append(
                 CompileCase(
                     kernel=kernel,
-                    label=f"{label},{shape}",
+                    label=f"{launch},group={group},head_dim={head_dim}",
                     types=types,
                     constexprs=constexprs,
                     divisible=("stride_qt",),
                     meant=meant,
-                    **launch,
+                    **options,
                 )
             )
     return cases

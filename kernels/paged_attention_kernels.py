@@ -5,7 +5,7 @@ A row's softmax state is (peak, total, acc): the largest score so far (in log2 u
 exp2(score - peak), and the sum of exp2(score - peak) * v.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from compress.kernels.jit import tl, triton
 

@@ -12,7 +12,7 @@ Contract: a row's result depends on that row only. H <= 32768 on Triton.
 Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import torch.nn.functional as F

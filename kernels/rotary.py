@@ -12,7 +12,7 @@ Contract: a token's result depends on that token only.
 Su et al., RoFormer, arXiv:2104.09864.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 

@@ -24,7 +24,7 @@ Frantar et al., MARLIN, arXiv:2408.11743 (packing for the tensor core); Kim et a
 Elephants Can't Run, arXiv:2211.10017 (conversion by the mantissa).
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class _Tile(NamedTuple):
 # Largest number of tokens -> tile: no spills on sm_80 and sm_90. Not yet timed on a card.
 _TILES: tuple[tuple[int, _Tile], ...] = (
     (16, _Tile(16, 64, 4, 4)),
-    (64, _Tile(64, 64, 4, 3)),
+    (32, _Tile(32, 64, 4, 4)),
     (1 << 30, _Tile(64, 128, 8, 3)),
 )
 _BLOCK_W = 32  # words of a weight row per step: 128 bytes, 256 columns
@@ -158,7 +158,7 @@ def w4a16_triton(
     tile = next(tile for largest, tile in _TILES if num_tokens <= largest)
     group = in_features // num_groups
     constexprs, options = _variant(tile, group, num_groups, asymmetric=zero_point is not None)
-    by_nibble = x.unflatten(1, (-1, 8)).transpose(1, 2).contiguous()  # (M, 8, K // 8)
+    by_nibble = x.reshape(num_tokens, -1, 8).transpose(1, 2).contiguous()  # (M, 8, K // 8)
     zeros = w_packed if zero_point is None else zero_point  # not read without HAS_ZERO
     grid = (triton.cdiv(num_tokens, tile.block_m), triton.cdiv(out_features, tile.block_n))
     _w4a16_kernel[grid](
@@ -188,7 +188,7 @@ def w4a16_torch(
 ) -> torch.Tensor:
     """Torch `w4a16`: unpacks the whole weight on every call. Repeated calls on a CPU want
     `pack_int4_cpu` once and `w4a16_cpu`."""
-    codes = unpack_codes(w_packed).unflatten(1, (scale.shape[1], -1))
+    codes = unpack_codes(w_packed).view(*scale.shape, -1)
     if zero_point is not None:
         codes = codes - zero_point.unsqueeze(-1)
     weight = codes.to(x.dtype) * scale.unsqueeze(-1)

@@ -1,0 +1,54 @@
+"""Where kernel tests run: on the GPU if there is one, else in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, at its file's import
+
+import triton.language as tl  # noqa: E402, after the choice above
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
+if not HAS_GPU and not isinstance(tl.cdiv, InterpretedFunction):
+    raise pytest.UsageError(
+        "triton was imported before tests/kernels could choose its interpreter: "
+        "run with TRITON_INTERPRET=1"
+    )
+
+
+@pytest.fixture
+def device():
+    """Where the tensors of a kernel test live."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """Fill new output tensors with NaN, so that an element a kernel forgets is seen."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poison(getattr(owner, name)))
+
+
+def _poison(make):
+    def poisoned(*args, **kwargs):
+        tensor = make(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return poisoned
+
+
+@pytest.fixture(scope="session")
+def offline_results():
+    """Every kernel variant compiled for sm_80 and sm_90, by (module, label, arch)."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "compress.kernels.offline", "--json"]
+    command += ["--arch", "80", "--arch", "90"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.stdout, run.stderr
+    return {(row["module"], row["label"], row["arch"]): row for row in json.loads(run.stdout)}

@@ -1,0 +1,48 @@
+import pytest
+
+from compress.kernels import offline
+
+VARIANTS = [
+    pytest.param(module, case, arch, id=f"{module}-{case.label}-sm_{arch}")
+    for module in offline.KERNEL_MODULES
+    for case in offline.module_cases(module)
+    for arch in (80, 90)
+]
+
+
+@pytest.mark.parametrize("module, case, arch", VARIANTS)
+def test_variant_compiles_as_meant(module, case, arch, offline_results):
+    """No spills, shared memory within the chip, and the meant instructions are there."""
+    result = offline_results[module, case.label, arch]
+    assert result["faults"] == []
+    assert 0 < result["registers"] <= 255
+
+
+def test_matrix_kernels_are_meant_for_tensor_cores():
+    meant = {
+        (module, case.label): case.meant
+        for module in ("paged_attention", "w4a16")
+        for case in offline.module_cases(module)
+    }
+    for (module, label), instructions in meant.items():
+        assert "load16" in instructions
+        if not label.startswith("merge"):  # the one without a matrix product
+            assert "mma" in instructions, (module, label)
+
+
+def test_faults_name_what_is_wrong():
+    result = offline.CompileResult(
+        module="m",
+        label="l",
+        arch=80,
+        registers=255,
+        spilled=8,
+        shared=200_000,
+        counts={"mma": 0, "wgmma": 0, "load16": 1},
+        meant=["mma", "wgmma", "load16"],
+    )
+    assert result.faults == [
+        "spills 8 bytes of registers",
+        "200000 bytes of shared memory, limit 166912",
+        "no mma instruction",
+    ]
