@@ -5,6 +5,7 @@ report is published without the card. All values are plain JSON types. What cann
 machine (a CPU's marketing name, a GPU where there is none) is null, never guessed.
 """
 
+import hashlib
 import os
 import platform
 from datetime import UTC, datetime
@@ -105,3 +106,13 @@ def _version(package: str) -> str | None:
 def load_average() -> list[float] | None:
     """Runnable processes over the last 1, 5 and 15 minutes: who else was using the machine."""
     return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
+def folder_sha256(folder: Path) -> str:
+    """SHA-256 over the names and contents of all files below `folder`."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(file.relative_to(folder).as_posix().encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

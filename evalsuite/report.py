@@ -2,11 +2,12 @@
 
 The object holds, beside what else it says,
 
+    model, quantized                                     what was measured, and whether it is packed
     protocol    {...}                                    the card
     size        {bytes, bits_per_weight, ...}
     perplexity  {value, stderr, tokens, windows, window, data_sha256, ...}, or null if not measured
-    throughput  [{workload, prefill_tokens_per_s, decode_tokens_per_s, ...}]
-    baseline    the same four but the card, only if a baseline was measured
+    throughput  [{workload, prefill_tokens_per_s, decode_tokens_per_s, latency_ms, ...}]
+    baseline    the same but the card, only if a baseline was measured
     ratio       model / baseline: {bytes, bits_per_weight, perplexity {value, stderr}, throughput[]}
     speculation {acceptance_length, identical_outputs, throughput, speedup, ...}, only with a draft
 
@@ -26,6 +27,7 @@ from rich.table import Table
 from compress.evalsuite.throughput import summarize
 
 _PIPE_WIDTH = 120  # rich takes 80 when it cannot know, which folds rows
+_QUIET_CPUS = 0.2  # more than this of other processes is a busy machine
 
 RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
@@ -74,13 +76,38 @@ def perplexity_ratio(model: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table, then the protocol card; to a file or a pipe 120 columns wide."""
+    """Print the table, what to beware of, and the card; to a file or a pipe 120 columns wide."""
     if console is None:
         console = Console()
         if not console.is_terminal:
             console.width = _PIPE_WIDTH
     console.print(results_table(report))
+    for caution in cautions(report):
+        console.print(f"beware: {caution}\n", markup=False, highlight=False)
     console.print(card_table(report["protocol"]))
+
+
+def cautions(report: Mapping[str, Any]) -> list[str]:
+    """What stands in the figures and should make a reader careful, one sentence each."""
+    found = []
+    parts = [report, report.get("baseline", {}), report.get("speculation", {})]
+    entries = [entry for part in parts for entry in part.get("throughput", [])]
+    foreign = [load for entry in entries for load in entry["foreign_cpus"] if load is not None]
+    if foreign and statistics.median(foreign) > _QUIET_CPUS:
+        found.append(
+            f"other processes kept {statistics.median(foreign):.1f} CPUs busy during the runs: "
+            "speeds are too low, and ratios noisy"
+        )
+    if any(len(entry[RATES[0]]["runs"]) == 1 for entry in entries):
+        found.append("a single repeat: the speeds have no error bar")
+    dtypes = {report["protocol"][role]["dtype"] for role in ("model", *_baseline(report))}
+    if len(dtypes) > 1:
+        found.append(f"model and baseline ran in different dtypes ({', '.join(sorted(dtypes))})")
+    return found
+
+
+def _baseline(report: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("baseline",) if "baseline" in report else ()
 
 
 def results_table(report: Mapping[str, Any]) -> Table:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.calib.data import evaluation_text
-from compress.evalsuite.card import environment
+from compress.evalsuite.card import environment, folder_sha256
 from compress.evalsuite.perplexity import (
     PROTOCOLS,
     EvaluationData,
@@ -341,7 +341,9 @@ def _protocol(
         }
         for role, subject in subjects.items()
     }
-    card["draft"] = None if options.draft is None else str(options.draft)
+    if options.draft is not None:
+        fingerprint = folder_sha256(options.draft)
+        card["draft"] = {"path": str(options.draft), "fingerprint": fingerprint}
     card["engine"] = asdict(engines[MODEL].config)
     card["seed"] = options.seed
     if data is not None:

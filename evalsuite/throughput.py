@@ -28,13 +28,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from compress.evalsuite.contention import cpu_snapshot, foreign_cpus
 from compress.evalsuite.target import EvaluationTarget
 from compress.evalsuite.workload import Workload, arrival_times
 from compress.progress import progress
@@ -74,9 +75,13 @@ class RequestRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All requests of one measured run, in the order of submission."""
+    """All requests of one run, in the order of submission.
+
+    `foreign_cpus`: CPUs that other processes kept busy meanwhile, None if nobody looked.
+    """
 
     records: tuple[RequestRecord, ...]
+    foreign_cpus: float | None = None
 
     @property
     def duration(self) -> float:
@@ -213,7 +218,10 @@ def measure(
             prompts = make_prompts(workload.num_requests, run_seed)
             arrivals = arrival_times(workload, run_seed)
             for name, target in targets.items():
-                runs[name].append(serve(target, prompts, arrivals, output_tokens))
+                before = cpu_snapshot()
+                run = serve(target, prompts, arrivals, output_tokens)
+                foreign = foreign_cpus(before, cpu_snapshot())
+                runs[name].append(replace(run, foreign_cpus=foreign))
                 tick(note=name)
     return runs
 
@@ -237,6 +245,7 @@ def workload_report(workload: Workload, runs: Sequence[Run]) -> dict[str, Any]:
         **{name: summarize([rate[name] for rate in rates]) for name in rates[0]},
         **_run_totals(runs),
         "latency_ms": _latency_report(runs),
+        "foreign_cpus": [run.foreign_cpus for run in runs],
     }
 
 

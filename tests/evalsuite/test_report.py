@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from compress.evalsuite.report import (
+    cautions,
     perplexity_ratio,
     print_report,
     rate_ratios,
@@ -24,6 +25,7 @@ def _throughput(*decode: float, workload: str = "batch:1") -> list[dict[str, Any
             "workload": workload,
             "prefill_tokens_per_s": summarize(prefill),
             "decode_tokens_per_s": summarize(decode),
+            "foreign_cpus": [0.0] * len(decode),
         }
     ]
 
@@ -50,7 +52,12 @@ def _part(num_bytes: int, value: float, *decode: float, quantized: bool) -> dict
 def report() -> dict[str, Any]:
     model = _part(8_000_000, 22.0, 40.0, 30.0, quantized=True)
     baseline = _part(32_000_000, 20.0, 10.0, 20.0, quantized=False)
-    card = {"command": "compress serve-eval packed", "hardware": {"gpus": [{"name": "H200"}]}}
+    card = {
+        "command": "compress serve-eval packed",
+        "hardware": {"gpus": [{"name": "H200"}]},
+        "model": {"dtype": "bfloat16"},
+        "baseline": {"dtype": "bfloat16"},
+    }
     both = {"baseline": baseline, "ratio": ratio(model, baseline), "protocol": card}
     return model | both
 
@@ -106,6 +113,7 @@ def test_print_report_without_baseline_or_perplexity(report: dict[str, Any]) -> 
     assert "perplexity" not in text
     assert "40.0" in text
     assert "+-" not in text  # one run has no deviation
+    assert "beware: a single repeat" in text
 
 
 def test_print_report_shows_latencies_of_a_request_rate(report: dict[str, Any]) -> None:
@@ -129,3 +137,16 @@ def test_print_report_with_a_draft(report: dict[str, Any]) -> None:
     assert "acceptance length" in text
     assert "1.75" in text
     assert "70.0 +- 14.1" in text
+
+
+def test_cautions_of_a_sound_report_are_none(report: dict[str, Any]) -> None:
+    assert cautions(report) == []
+
+
+def test_cautions_name_a_busy_machine_and_different_dtypes(report: dict[str, Any]) -> None:
+    report["throughput"][0]["foreign_cpus"] = [1.5, 1.75]
+    report["baseline"]["throughput"][0]["foreign_cpus"] = [1.5, 0.0]
+    report["protocol"]["baseline"]["dtype"] = "float32"
+    busy, dtypes = cautions(report)
+    assert "other processes kept 1.5 CPUs busy" in busy
+    assert "different dtypes (bfloat16, float32)" in dtypes

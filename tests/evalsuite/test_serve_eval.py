@@ -73,6 +73,7 @@ def test_serve_eval_reports_every_promised_key(report: dict[str, Any]) -> None:
                 assert len(entry[rate]["runs"]) == 2
                 assert min(entry[rate]["runs"]) <= entry[rate]["median"]
                 assert entry[rate]["std"] >= 0
+            assert all(cpus >= 0 for cpus in entry["foreign_cpus"])
     assert report["perplexity"]["value"] != report["baseline"]["perplexity"]["value"]
     size, other = report["size"], report["baseline"]["size"]
     assert 0 < size["bytes"] < other["bytes"]
@@ -170,7 +171,7 @@ def test_serve_eval_with_a_draft_reports_acceptance_and_equal_outputs(
         assert entry["acceptance_length"] == 4.0
         pairs = zip(entry[_RATES[1]]["runs"], alone[_RATES[1]]["runs"], strict=True)
         assert speedup[_RATES[1]]["runs"] == pytest.approx([a / b for a, b in pairs])
-    assert result["protocol"]["draft"] == str(draft)
+    assert result["protocol"]["draft"]["path"] == str(draft)
     console = Console(width=120, record=True)
     print_report(result, console)
     assert "model + draft" in console.export_text()
