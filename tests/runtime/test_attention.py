@@ -1,0 +1,209 @@
+"""Both attention backends against the float64 oracle of the paged kernel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from compress.kernels.ops import select
+from compress.kernels.paged_attention import paged_attention_ref
+from compress.runtime.attention.base import AttentionBackend, AttentionSpec, KVPool, allocate_pool
+from compress.runtime.attention.choice import make_attention
+from compress.runtime.batch import Batch, build_batch
+from compress.runtime.blocks import BlockManager
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.scheduler import ScheduledRequest
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+NUM_BLOCKS = 48
+SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=32, windows=(0, 21, 0))
+BACKENDS = ["blockwise", "paged"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests that have `computed` tokens in the cache and compute `new` ones."""
+
+    computed: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+STEPS = {
+    "one-decode": Step((33,), (1,)),
+    "decodes": Step((1, 17, 33, 130), (1, 1, 1, 1)),
+    "first-token": Step((0,), (1,)),
+    "short-prompts": Step((0, 0, 0), (3, 8, 1)),
+    "prompts-of-one-length": Step((0, 0, 0), (17, 17, 17)),
+    "prompts": Step((0, 0), (33, 130)),
+    "chunks": Step((16, 33), (17, 40)),
+    "verification": Step((33, 17, 64), (5, 5, 5)),
+    "uneven-verification": Step((33, 17, 64), (5, 1, 8)),
+    "mixed": Step((40, 5, 0, 20), (1, 3, 17, 30)),
+}
+
+
+def make_batch(step: Step, blocks: BlockManager) -> Batch:
+    scheduled = []
+    for i, (computed, new) in enumerate(zip(step.computed, step.new, strict=True)):
+        request = Request(
+            request_id=f"r{i}", prompt_ids=[0] * (computed + new), params=SamplingParams()
+        )
+        if not blocks.table(request.request_id):
+            assert blocks.reserve(request.request_id, 0, computed + new) is not None
+        scheduled.append(ScheduledRequest(request=request, start=computed, num_tokens=new))
+    return build_batch(scheduled, blocks, CPU)
+
+
+def random_pool(dtype: torch.dtype = torch.float32) -> KVPool:
+    pool = allocate_pool(SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(7)
+    for tensor in (pool.k, pool.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return pool
+
+
+def random_qkv(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    heads = (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
+    return [
+        torch.randn(rows, num, SPEC.head_dim, generator=generator).to(dtype) for num in heads
+    ]
+
+
+def attend(backend: AttentionBackend, batch: Batch, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    q, k, v = random_qkv(len(batch.token_ids), dtype)
+    backend.plan(batch)
+    return backend.forward(q, k, v, layer)
+
+
+def oracle(batch: Batch, pool: KVPool, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    """Write the new rows into copies of the pools slot by slot, then attend in float64."""
+    q, k, v = random_qkv(len(batch.token_ids), dtype)
+    k_pool, v_pool = pool.k[layer].clone(), pool.v[layer].clone()
+    for row, slot in enumerate(batch.slots.tolist()):
+        k_pool[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = k[row]
+        v_pool[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = v[row]
+    return paged_attention_ref(
+        q.double(),
+        k_pool,
+        v_pool,
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_starts,
+        scale=SPEC.scale,
+        window=SPEC.windows[layer],
+        max_query_len=max(batch.host_query_lens),
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_forward_matches_the_oracle(step: Step, layer: int, name: str) -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    batch, pool = make_batch(step, blocks), random_pool()
+    expected = oracle(batch, pool, layer, torch.float32)
+    backend = make_attention(name, SPEC, pool, select("torch", CPU))
+    got = attend(backend, batch, layer, torch.float32)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forward_writes_only_the_slots_of_its_layer(name: str) -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    batch, pool = make_batch(STEPS["mixed"], blocks), random_pool()
+    before = pool.k.clone()
+    attend(make_attention(name, SPEC, pool, select("torch", CPU)), batch, 1, torch.float32)
+    changed = (pool.k != before).any(-1).any(2)  # (layer, block, slot) of any head
+    written = torch.zeros_like(changed)
+    written[1].view(-1)[batch.slots] = True
+    assert torch.equal(changed, written)
+
+
+def scattered_blocks() -> BlockManager:
+    """Every fourth block of the pool is free: too thin to read in place."""
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    for i in range(NUM_BLOCKS):
+        blocks.reserve(f"hole{i}", 0, 1)
+    for i in range(0, NUM_BLOCKS, 4):
+        blocks.free(f"hole{i}")
+    return blocks
+
+
+def interleaved_blocks() -> BlockManager:
+    """Two sequences that have grown in turns, the second first."""
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    for end in range(BLOCK_SIZE, 4 * BLOCK_SIZE, BLOCK_SIZE):
+        blocks.reserve("r1", 0, end)
+        blocks.reserve("r0", 0, end)
+    return blocks
+
+
+def shared_blocks() -> BlockManager:
+    """Two sequences with the same first three blocks."""
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    blocks.reserve("r0", 0, 3 * BLOCK_SIZE)
+    blocks.fork("r0", "r1")
+    return blocks
+
+
+@pytest.mark.parametrize("layout", [scattered_blocks, interleaved_blocks, shared_blocks])
+@pytest.mark.parametrize("new", [(1, 1), (4, 2)], ids=["decode", "verification"])
+def test_blockwise_does_not_depend_on_where_blocks_lie(
+    layout: Callable[[], BlockManager], new: tuple[int, int]
+) -> None:
+    blocks, pool = layout(), random_pool()
+    for name, start, end in (("r0", 33, 33 + new[0]), ("r1", 50, 50 + new[1])):
+        pool.copy_blocks(blocks.reserve(name, start, end) or [])
+    batch = make_batch(Step((33, 50), new), blocks)
+    expected = oracle(batch, pool, 0, torch.float32)
+    backend = make_attention("blockwise", SPEC, pool, select("torch", CPU))
+    got = attend(backend, batch, 0, torch.float32)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+def test_blockwise_bfloat16_is_as_exact_as_plain_torch(step: str) -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    batch, pool = make_batch(STEPS[step], blocks), random_pool(torch.bfloat16)
+    expected = oracle(batch, pool, 0, torch.bfloat16)
+    ops = select("torch", CPU)
+    errors = [
+        float((attend(make_attention(name, SPEC, pool, ops), batch, 0, torch.bfloat16) - expected)
+        .norm() / expected.norm())
+        for name in BACKENDS
+    ]
+    assert errors[0] < 2 * max(errors[1], 2.0**-8)
+
+
+def test_blockwise_ignores_garbage_in_dead_and_future_slots() -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    blocks.reserve("dead", 0, 40)
+    batch = make_batch(STEPS["decodes"], blocks)
+    blocks.free("dead")
+    pool = random_pool()
+    backend = make_attention("blockwise", SPEC, pool, select("torch", CPU))
+    clean = attend(backend, batch, 0, torch.float32)
+    owned = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
+    for table, context in zip(batch.host_block_tables, batch.host_context_lens, strict=True):
+        for position in range(context):
+            owned[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = True
+    dead = ~owned[None, :, None, :, None]
+    for tensor in (pool.k, pool.v):
+        tensor.copy_(torch.where(dead, torch.tensor(1e4), tensor))
+    assert torch.equal(attend(backend, batch, 0, torch.float32), clean)
+
+
+def test_copy_blocks_copies_every_layer() -> None:
+    pool = random_pool()
+    pool.copy_blocks([(3, 5), (4, 9)])
+    for tensor in (pool.k, pool.v):
+        assert torch.equal(tensor[:, 3], tensor[:, 5])
+        assert torch.equal(tensor[:, 4], tensor[:, 9])
+
+
+def test_make_attention_refuses_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match="unknown attention backend 'pagd'; did you mean 'paged'"):
+        make_attention("pagd", SPEC, random_pool(), select("torch", CPU))

@@ -1,0 +1,319 @@
+"""The engine against transformers, and against itself under every way of cutting up the work."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.request import Completion, Request, SamplingParams
+from tests.factory import tiny_model
+
+VOCAB = 331
+PROMPT_LENGTHS = (1, 17, 33, 130)
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "LlamaForCausalLM"},
+    "llama-tied": {"architecture": "LlamaForCausalLM", "tied": True},
+    "llama3-rope": {"architecture": "LlamaForCausalLM", "rope_parameters": ROPE_LLAMA3},
+    "llama-biased": {"architecture": "LlamaForCausalLM", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"architecture": "MistralForCausalLM"},
+    "mistral-window": {"architecture": "MistralForCausalLM", "sliding_window": 21},
+    "qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "qwen2-window": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": True,
+        "sliding_window": 21,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM"},
+}
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The saved model called by a key of MODELS."""
+
+    @lru_cache
+    def make(name: str) -> Path:
+        fields = dict(MODELS[name])
+        architecture = fields.pop("architecture")
+        return tiny_model(architecture, tmp_path_factory.mktemp(name), vocab=VOCAB, **fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(model_path: Callable[[str], Path]) -> Path:
+    return model_path("llama")
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def load(path: Path, **config: Any) -> Engine:
+    fields: dict[str, Any] = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8}
+    return Engine.load(path, config=EngineConfig(**(fields | config)))
+
+
+def outputs(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="session")
+def expected(llama: Path) -> dict[SamplingParams, list[list[int]]]:
+    """What the engine generates for each prompt alone, in one piece."""
+    engine = load(llama, token_budget=512)
+    return {
+        params: [outputs(engine.generate([prompt], params))[0] for prompt in prompts()]
+        for params in (PARAMS, SAMPLED)
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_score_and_generate_match_transformers(
+    name: str, model_path: Callable[[str], Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = model_path(name)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    engine = load(path)
+    completions = engine.generate(prompts(), PARAMS)
+    full = [p + c.token_ids for p, c in zip(prompts(), completions, strict=True)]
+    for prompt, tokens, scores in zip(prompts(), full, engine.score(full), strict=True):
+        with torch.no_grad():
+            log_probs = theirs(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+        picked = log_probs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(scores.double(), picked, rtol=0, atol=1e-4)
+        greedy = log_probs.argmax(-1).tolist()
+        assert tokens[len(prompt) :] == greedy[len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"token_budget": 16},
+        {"token_budget": 8, "block_size": 4, "num_blocks": 200},
+        {"block_size": 64},
+        {"max_num_seqs": 2},
+        {"num_blocks": 12, "token_budget": 40},
+        {"attention": "paged", "token_budget": 16},
+    ],
+    ids=["batched", "chunked", "small-blocks", "block64", "2-seqs", "tight-pool", "paged"],
+)
+def test_generate_does_not_depend_on_batching_chunks_or_blocks(
+    config: dict[str, Any],
+    params: SamplingParams,
+    llama: Path,
+    expected: dict[SamplingParams, list[list[int]]],
+) -> None:
+    engine = load(llama, **config)
+    assert outputs(engine.generate(prompts(), params)) == expected[params]
+    engine.blocks.check()
+    assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("budget", [512, 16], ids=["whole", "chunked"])
+def test_score_does_not_depend_on_chunks(budget: int, llama: Path) -> None:
+    alone = [load(llama, token_budget=512).score([p])[0] for p in prompts()[1:]]
+    together = load(llama, token_budget=budget).score(prompts()[1:])
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_score_in_row_chunks_equals_score_at_once(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(llama)
+    whole = engine.score(prompts()[3:])[0]
+    monkeypatch.setattr("compress.runtime.engine._LOGITS_BYTES", 4 * VOCAB * 7)
+    seen: list[int] = []
+    logits = type(engine.decoder).logits
+    monkeypatch.setattr(
+        type(engine.decoder),
+        "logits",
+        lambda self, hidden: seen.append(len(hidden)) or logits(self, hidden),
+    )
+    torch.testing.assert_close(engine.score(prompts()[3:])[0], whole, rtol=0, atol=1e-5)
+    assert max(seen) == 7
+    assert sum(seen) == PROMPT_LENGTHS[3] - 1
+
+
+def test_requests_may_arrive_between_steps(
+    llama: Path, expected: dict[SamplingParams, list[list[int]]]
+) -> None:
+    engine = load(llama, token_budget=32)
+    waiting = [
+        Request(request_id=f"r{i}", prompt_ids=prompt, params=PARAMS)
+        for i, prompt in enumerate(prompts())
+    ]
+    done: dict[str, list[int]] = {}
+    for _ in range(100):
+        if waiting:
+            engine.add_request(waiting.pop())
+        done.update((c.request_id, c.token_ids) for c in engine.step())
+        engine.blocks.check()
+        if not (waiting or engine.has_unfinished):
+            break
+    assert [done[f"r{i}"] for i in range(4)] == expected[PARAMS]
+
+
+def test_preempted_requests_give_the_same_output(
+    llama: Path, expected: dict[SamplingParams, list[list[int]]]
+) -> None:
+    engine = load(llama, num_blocks=13, block_size=16)
+    requests = [
+        Request(request_id=f"r{i}", prompt_ids=prompt, params=PARAMS)
+        for i, prompt in enumerate(prompts())
+    ]
+    for request in requests:
+        engine.add_request(request)
+    engine.scheduler._can_admit = lambda: bool(engine.scheduler.waiting)  # type: ignore[method-assign]
+    done = {}
+    while engine.has_unfinished:
+        done.update((c.request_id, c.token_ids) for c in engine.step())
+        engine.blocks.check()
+    assert engine.stats.preemptions > 0
+    assert [done[f"r{i}"] for i in range(4)] == expected[PARAMS]
+
+
+def test_fork_shares_blocks_and_leaves_the_parent_alone(
+    llama: Path, expected: dict[SamplingParams, list[list[int]]]
+) -> None:
+    engine = load(llama)
+    engine.add_request(Request(request_id="parent", prompt_ids=prompts()[2], params=PARAMS))
+    for _ in range(4):
+        engine.step()
+    used = engine.blocks.num_blocks - engine.blocks.num_free_blocks
+    engine.fork("parent", "same", SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.fork("parent", "other", SamplingParams(max_tokens=8, temperature=5.0, ignore_eos=True))
+    assert engine.blocks.num_blocks - engine.blocks.num_free_blocks == used
+    done: dict[str, list[int]] = {}
+    while engine.has_unfinished:
+        done.update((c.request_id, c.token_ids) for c in engine.step())
+        engine.blocks.check()
+    assert done["parent"] == expected[PARAMS][2]
+    assert done["same"] == expected[PARAMS][2][4:]
+    assert done["other"] != done["same"]
+
+
+def test_generate_stops_at_a_stop_token_and_keeps_it(
+    llama: Path, expected: dict[SamplingParams, list[list[int]]]
+) -> None:
+    output = expected[PARAMS][1]
+    params = SamplingParams(max_tokens=12, stop_token_ids=(output[3],), ignore_eos=True)
+    (completion,) = load(llama).generate([prompts()[1]], params)
+    first = output.index(output[3])
+    assert completion.token_ids == output[: first + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_generate_stops_at_the_eos_of_generation_config(
+    llama: Path, expected: dict[SamplingParams, list[list[int]]], tmp_path: Path
+) -> None:
+    output = expected[PARAMS][1]
+    for file in llama.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{output[3]}]}}')
+    (stopped,) = load(tmp_path).generate([prompts()[1]], SamplingParams(max_tokens=12))
+    (ignoring,) = load(tmp_path).generate([prompts()[1]], PARAMS)
+    assert stopped.token_ids == output[: output.index(output[3]) + 1]
+    assert (ignoring.token_ids, ignoring.finish_reason) == (output, "length")
+
+
+def test_completion_times_are_ordered(llama: Path) -> None:
+    (completion,) = load(llama).generate([prompts()[1]], PARAMS)
+    times = [completion.arrival_time, *completion.token_times]
+    assert len(completion.token_times) == len(completion.token_ids)
+    assert times == sorted(times)
+
+
+def test_abort_frees_the_blocks_and_returns_what_there_is(llama: Path) -> None:
+    engine = load(llama)
+    engine.add_request(Request(request_id="a", prompt_ids=prompts()[1], params=PARAMS))
+    for _ in range(3):
+        engine.step()
+    completion = engine.abort("a")
+    assert (completion.finish_reason, len(completion.token_ids)) == ("abort", 3)
+    assert not engine.has_unfinished
+    assert engine.blocks.num_free_blocks == engine.blocks.num_blocks
+    with pytest.raises(ValueError, match="'a' is not in flight"):
+        engine.abort("a")
+
+
+def test_stats_count_what_was_computed(llama: Path) -> None:
+    engine = load(llama)
+    engine.generate(prompts(), PARAMS)
+    assert engine.stats.generated_tokens == 4 * 12
+    assert engine.stats.computed_tokens == sum(PROMPT_LENGTHS) + 4 * 11
+    assert engine.stats.num_steps == 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "named"),
+    [
+        ([], PARAMS, "0 tokens, need at least 1"),
+        ([5], None, "1 tokens, need at least 2"),
+        ([5, VOCAB], PARAMS, f"token {VOCAB} is not in"),
+        ([5, -1], PARAMS, "token -1 is not in"),
+        ([5] * 200, SamplingParams(max_tokens=57), "200 prompt tokens . 57 .* 256"),
+        ([5] * 200, SamplingParams(max_tokens=50), "need 16 cache blocks, the pool has 8"),
+    ],
+    ids=["empty", "nothing-to-score", "token-high", "token-low", "too-long", "never-fits"],
+)
+def test_add_request_refuses_what_it_could_never_finish(
+    prompt: list[int], params: SamplingParams | None, named: str, llama: Path
+) -> None:
+    engine = load(llama, max_model_len=256, num_blocks=8)
+    with pytest.raises(ValueError, match=named):
+        engine.add_request(Request(request_id="a", prompt_ids=prompt, params=params))
+    assert not engine.has_unfinished
+
+
+def test_generate_leaves_nothing_behind_when_a_prompt_is_refused(llama: Path) -> None:
+    engine = load(llama)
+    with pytest.raises(ValueError, match="token 999"):
+        engine.generate([[5, 6], [5, 999]], PARAMS)
+    assert not engine.has_unfinished
+    assert engine.generate([[5, 6]], PARAMS)[0].finish_reason == "length"
+
+
+def test_generate_refuses_to_run_over_other_requests(llama: Path) -> None:
+    engine = load(llama)
+    engine.add_request(Request(request_id="a", prompt_ids=[5], params=PARAMS))
+    with pytest.raises(ValueError, match="in flight"):
+        engine.generate([[5, 6]], PARAMS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_load_computes_in_the_asked_dtype(dtype: str, llama: Path) -> None:
+    config = EngineConfig(num_blocks=64)
+    engine = Engine.load(llama, dtype=dtype, config=config)
+    exact, rounded = load(llama).score(prompts()[3:])[0], engine.score(prompts()[3:])[0]
+    assert engine.decoder.dtype == getattr(torch, dtype)
+    assert 1e-5 < float((exact - rounded).abs().mean()) < 0.05
+
+
+def test_load_refuses_unknown_dtype_and_missing_folder(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'bf16'"):
+        Engine.load(llama, dtype="bf16")
+    with pytest.raises(FileNotFoundError, match="no such checkpoint folder"):
+        Engine.load(tmp_path / "missing")
