@@ -67,9 +67,7 @@ def random_pool(dtype: torch.dtype = torch.float32) -> KVPool:
 def random_qkv(rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(8)
     heads = (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
-    return [
-        torch.randn(rows, num, SPEC.head_dim, generator=generator).to(dtype) for num in heads
-    ]
+    return [torch.randn(rows, num, SPEC.head_dim, generator=generator).to(dtype) for num in heads]
 
 
 def attend(backend: AttentionBackend, batch: Batch, layer: int, dtype: torch.dtype) -> torch.Tensor:
@@ -171,8 +169,12 @@ def test_blockwise_bfloat16_is_as_exact_as_plain_torch(step: str) -> None:
     expected = oracle(batch, pool, 0, torch.bfloat16)
     ops = select("torch", CPU)
     errors = [
-        float((attend(make_attention(name, SPEC, pool, ops), batch, 0, torch.bfloat16) - expected)
-        .norm() / expected.norm())
+        float(
+            (
+                attend(make_attention(name, SPEC, pool, ops), batch, 0, torch.bfloat16) - expected
+            ).norm()
+            / expected.norm()
+        )
         for name in BACKENDS
     ]
     assert errors[0] < 2 * max(errors[1], 2.0**-8)

@@ -1,7 +1,6 @@
 """The engine against transformers, and against itself under every way of cutting up the work."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +9,11 @@ import torch
 
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Completion, Request, SamplingParams
-from tests.factory import tiny_model
 
 VOCAB = 331
 PROMPT_LENGTHS = (1, 17, 33, 130)
-ROPE_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"architecture": "LlamaForCausalLM"},
-    "llama-tied": {"architecture": "LlamaForCausalLM", "tied": True},
-    "llama3-rope": {"architecture": "LlamaForCausalLM", "rope_parameters": ROPE_LLAMA3},
-    "llama-biased": {"architecture": "LlamaForCausalLM", "attention_bias": True, "mlp_bias": True},
-    "mistral": {"architecture": "MistralForCausalLM"},
-    "mistral-window": {"architecture": "MistralForCausalLM", "sliding_window": 21},
-    "qwen2": {"architecture": "Qwen2ForCausalLM"},
-    "qwen2-window": {
-        "architecture": "Qwen2ForCausalLM",
-        "use_sliding_window": True,
-        "sliding_window": 21,
-        "max_window_layers": 1,
-    },
-    "qwen3": {"architecture": "Qwen3ForCausalLM"},
-}
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The saved model called by a key of MODELS."""
-
-    @lru_cache
-    def make(name: str) -> Path:
-        fields = dict(MODELS[name])
-        architecture = fields.pop("architecture")
-        return tiny_model(architecture, tmp_path_factory.mktemp(name), vocab=VOCAB, **fields)
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def llama(model_path: Callable[[str], Path]) -> Path:
-    return model_path("llama")
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -84,13 +40,12 @@ def expected(llama: Path) -> dict[SamplingParams, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
 def test_score_and_generate_match_transformers(
-    name: str, model_path: Callable[[str], Path]
+    model_name: str, model_path: Callable[[str], Path]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    path = model_path(name)
+    path = model_path(model_name)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     engine = load(path)
     completions = engine.generate(prompts(), PARAMS)

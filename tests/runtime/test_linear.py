@@ -83,9 +83,7 @@ def test_make_linear_int4_is_the_dequantized_product(
     ids=["odd-out", "g8", "3-bit", "8-bit", "channel"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_make_linear_takes_every_packed_weight(
-    part: QuantizedLinear, dtype: torch.dtype
-) -> None:
+def test_make_linear_takes_every_packed_weight(part: QuantizedLinear, dtype: torch.dtype) -> None:
     linear = make_linear([part], [None], dtype=dtype, device=CPU, ops=OPS)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = F.linear(x.double(), dequantize(part, torch.float64))

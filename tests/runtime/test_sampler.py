@@ -107,7 +107,14 @@ def test_nucleus_keeps_all_ties_at_its_threshold() -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
     ],
-    ids=["max_tokens-0", "temperature-negative", "temperature-nan", "top_k-1", "top_p-0", "top_p-1.5"],
+    ids=[
+        "max_tokens-0",
+        "temperature-negative",
+        "temperature-nan",
+        "top_k-1",
+        "top_p-0",
+        "top_p-1.5",
+    ],
 )
 def test_sampling_params_refuse_what_has_no_meaning(wrong: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):

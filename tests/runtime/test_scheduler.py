@@ -12,7 +12,9 @@ def request(name: str, prompt: int, max_tokens: int = 4) -> Request:
     return Request(request_id=name, prompt_ids=list(range(prompt)), params=params)
 
 
-def scheduler(num_blocks: int = 64, *, seqs: int = 8, budget: int = 16, block: int = 4) -> Scheduler:
+def scheduler(
+    num_blocks: int = 64, *, seqs: int = 8, budget: int = 16, block: int = 4
+) -> Scheduler:
     return Scheduler(BlockManager(num_blocks, block), max_num_seqs=seqs, token_budget=budget)
 
 
