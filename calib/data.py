@@ -98,7 +98,7 @@ def load_calibration(
     short, for a bad record (naming file and line), a chat without a chat template, and a hub data
     set when `offline`.
     """
-    ids = torch.tensor(_token_ids(spec, tokenizer, offline), dtype=torch.int64)
+    ids = torch.tensor(read_token_ids(spec, tokenizer, offline=offline), dtype=torch.int64)
     num_chunks = len(ids) // spec.length
     if num_chunks < spec.num_samples:
         raise ValueError(
@@ -128,8 +128,11 @@ def evaluation_text(source: str) -> str:
     return _read_text(Path(source))
 
 
-def _token_ids(spec: CalibrationSpec, tokenizer: Any, offline: bool) -> list[int]:
-    """All token ids of a file or of pydoc; of a hub data set, as many as the samples need."""
+def read_token_ids(spec: CalibrationSpec, tokenizer: Any, *, offline: bool = False) -> list[int]:
+    """All token ids of a file or of pydoc; of a hub data set, as many as the samples need.
+
+    Raises what `load_calibration` raises, except for text that is too short.
+    """
     if spec.source.startswith(HUB_PREFIX):
         if offline:
             raise ValueError(f"{spec.source}: --offline refuses to ask the hub for a data set")

@@ -30,6 +30,7 @@ def load_decoder(
     layers = [reader.layer(f"{family.blocks}.{i}") for i in range(config.num_layers)]
     decoder = Decoder(
         config=config,
+        source=checkpoint,
         ops=ops,
         embedding=embedding,
         layers=layers,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from compress.kernels.ops import Ops
+from compress.models.checkpoint import Checkpoint
 from compress.runtime.attention.base import AttentionBackend, AttentionSpec
 from compress.runtime.batch import Batch
 from compress.runtime.config import DecoderConfig
@@ -43,9 +44,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A loaded model. `embedding` (V, H) in the dtype that activations have."""
+    """A loaded model. `embedding` (V, H) in the dtype that activations have.
+
+    `source` is the checkpoint that the weights came from.
+    """
 
     config: DecoderConfig
+    source: Checkpoint
     ops: Ops
     embedding: torch.Tensor
     layers: Sequence[DecoderLayer]

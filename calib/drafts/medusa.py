@@ -1,0 +1,148 @@
+"""Medusa heads: guess several tokens ahead from one hidden state, without touching the target.
+
+    z_i = R_i(h_t),   R_i one or more layers  x <- x + SiLU(W x + b),   W = b = 0 at the start
+    head i proposes  argmax over the draft vocabulary of  U z_i  as token t + 2 + i,   i = 0 .. K - 1
+
+h_t is the target's hidden state after the final norm at position t, from which its own head chooses
+token t + 1; U are rows of that same output head, frozen and shared (Medusa-1). At the start
+z_i = h_t: every head guesses token t + 1 again, and learns from there.
+
+The draft vocabulary is the Vd tokens that occurred as labels in training, in ascending order:
+guesses are as good as with all V tokens (others would not have been learnt) and cost Vd / V of the
+product, which is nearly all of the cost of a small target's draft.
+
+Loss: sum over heads of decay^i * cross-entropy, mean over the positions that have a label.
+
+N positions, H hidden size, K heads, L layers per head.
+Cai et al., Medusa, arXiv:2401.10774; in training, head i there counts from 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORED = -100  # label of a position that has none
+
+
+class ResidualStack(nn.Module):
+    """One head without its projection: L times x + SiLU(W x + b), (..., H) -> (..., H)."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        # One Linear per layer: `[layer] * num_layers` would be the same layer again and again.
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHeads(nn.Module):
+    """K heads; parameters are named `blocks.{i}.layers.{l}.weight` (H, H) and `.bias` (H,)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            ResidualStack(hidden_size, num_layers) for _ in range(num_heads)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States (N, K, H), to be multiplied by the target's head, of hidden states (N, H)."""
+        return torch.stack([block(hidden) for block in self.blocks], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaExamples:
+    """Positions to learn from or to test on.
+
+    hidden  (N, H)  float  the target's state at position t
+    labels  (N, K)  int64  index in the draft vocabulary of token t + 2 + i, or IGNORED
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+
+class Stretch(NamedTuple):
+    """One sequence of the target: `hidden` (n, H) are the states of its first n tokens.
+
+    token_ids  (m,) int64, m >= n: the prompt, then what the target chose
+    first      the position of the first state to use: the last one of the prompt
+    """
+
+    token_ids: torch.Tensor
+    hidden: torch.Tensor
+    first: int
+
+
+def draft_vocabulary(stretches: Sequence[Stretch]) -> torch.Tensor:
+    """The tokens that are labels somewhere: ascending ids, (Vd,) int64."""
+    labels = [stretch.token_ids[stretch.first + 2 :] for stretch in stretches]
+    return torch.unique(torch.cat(labels))
+
+
+def make_examples(
+    stretches: Sequence[Stretch], vocabulary: torch.Tensor, num_heads: int
+) -> MedusaExamples:
+    """All positions whose first head has a label; a label outside `vocabulary` becomes -1.
+
+    -1 is a label that no head can guess: an error in an evaluation, to be ignored in training.
+    """
+    hidden, labels = [], []
+    for token_ids, states, first in stretches:
+        count = min(len(states), len(token_ids) - 2) - first
+        if count < 1:
+            continue
+        padded = torch.cat([token_ids, torch.full((num_heads,), IGNORED)])
+        windows = padded[first + 2 :].unfold(0, num_heads, 1)[:count]
+        index = torch.searchsorted(vocabulary, windows).clamp_(max=len(vocabulary) - 1)
+        index[vocabulary[index] != windows] = -1
+        index[windows == IGNORED] = IGNORED
+        hidden.append(states[first : first + count])
+        labels.append(index)
+    return MedusaExamples(hidden=torch.cat(hidden), labels=torch.cat(labels))
+
+
+def head_losses(
+    states: torch.Tensor, labels: torch.Tensor, projection: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross-entropy of each head, (K,) fp32, in nats.
+
+    states (N, K, H), labels (N, K); projection (Vd, H), in whose dtype logits are computed.
+    """
+    num_positions, num_heads, _ = states.shape
+    logits = F.linear(states.to(projection.dtype).flatten(0, 1), projection)
+    losses = F.cross_entropy(
+        logits.float(), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(num_positions, num_heads)
+    return losses.sum(0) / (labels != IGNORED).sum(0).clamp(min=1)
+
+
+@torch.no_grad()
+def accepted_counts(
+    heads: MedusaHeads, examples: MedusaExamples, projection: torch.Tensor, batch_size: int
+) -> torch.Tensor:
+    """How many positions had their first k guesses all right, k = 0 .. K: (K + 1,) int64.
+
+    Of the positions that have every label; entry 0 is their number.
+    """
+    num_heads = examples.labels.shape[1]
+    counts = torch.zeros(num_heads + 1, dtype=torch.int64)
+    complete = (examples.labels != IGNORED).all(dim=1).nonzero().flatten()
+    for rows in complete.split(batch_size):
+        states = heads(examples.hidden[rows].to(projection.device).float())
+        logits = F.linear(states.to(projection.dtype), projection)
+        right = logits.argmax(dim=-1).cpu() == examples.labels[rows]
+        counts[0] += len(rows)
+        counts[1:] += right.cumprod(dim=1).sum(dim=0)
+    return counts
