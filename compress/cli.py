@@ -30,10 +30,20 @@ def _set_verbose(value: bool) -> None:
     _settings["verbose"] = _settings["verbose"] or value
 
 
+def _check_json(file: Path | None) -> Path | None:
+    """Refuse a report file that could not be written, before the work that it reports."""
+    if file is not None and not _to_stdout(file) and not file.resolve().parent.is_dir():
+        raise typer.BadParameter(f"no folder {file.resolve().parent}")
+    return file
+
+
 Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or `demo`.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the report to this file (- for stdout).")
+    Path | None,
+    typer.Option(
+        "--json", help="Write the report to this file (- for stdout).", callback=_check_json
+    ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -119,7 +129,7 @@ def serve_eval(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each workload.")] = 3,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Device = "auto",
     seed: Seed = 0,
     offline: Offline = False,
@@ -155,6 +165,44 @@ def serve_eval(
     _write_json(json_file, result)
     if not quiet and not _to_stdout(json_file):
         report.print_report(result)
+
+
+@app.command("train-draft")
+def train_draft(
+    target: Annotated[str, typer.Argument(help="Checkpoint that the draft will speed up.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    kind: Annotated[str, typer.Option(help="Kind of draft: medusa.")] = "medusa",
+    data: Annotated[str, typer.Option(help="Text or jsonl file, or `pydoc`.")] = "pydoc",
+    max_minutes: Annotated[float, typer.Option(help="Wall-clock budget.")] = 10.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    offline: Offline = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train a draft for TARGET, float or packed."""
+    from compress import render
+    from compress.train_draft import TrainDraftJob
+    from compress.train_draft import train_draft as work
+
+    job = TrainDraftJob(
+        target=target,
+        kind=kind,
+        output=output,
+        data=data,
+        max_minutes=max_minutes,
+        seed=seed,
+        device=device,
+        force=force,
+        offline=offline,
+        quiet=quiet,
+    )
+    report = work(job)
+    _write_json(json_file, report)
+    if not quiet and not _to_stdout(json_file):
+        render.print_draft_report(report, str(output))
 
 
 @app.command()
@@ -248,11 +296,14 @@ def recipes_copy(
 
 
 def _write_json(file: Path | None, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2)
+    text = json.dumps(values, indent=2, allow_nan=False)
     if _to_stdout(file):
         print(text)
     elif file is not None:
-        file.write_text(text + "\n", encoding="utf-8")
+        from compress.export.writer import open_atomic
+
+        with open_atomic(file) as stream:
+            stream.write((text + "\n").encode())
 
 
 def _to_stdout(file: Path | None) -> bool:
@@ -273,6 +324,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Exit code of one command: 0 done, 1 a check failed, 2 bad usage or input, 130 interrupted."""
+    _settings["verbose"] = False
     try:
         app(args=arguments, standalone_mode=False)
     except _UsageError as error:
