@@ -52,16 +52,16 @@ def _attend(
     # keeps the maximum -inf, the sum 0 and the output 0.
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask_d = offs_d[None, :] < HEAD_DIM
+    offs = offs_n[:, None] * HEAD_DIM + offs_d[None, :]  # within one block of the pool
     peak, total, acc = _empty_state(BLOCK_M, BLOCK_D)
     for tile in range(first_tile, last_tile):
         block = tl.load(table_ptr + tile).to(tl.int64)
-        rows = (block * NUM_KV_HEADS + kv_head) * BLOCK_N + offs_n
-        offs = rows[:, None] * HEAD_DIM + offs_d[None, :]
+        start = (block * NUM_KV_HEADS + kv_head) * (BLOCK_N * HEAD_DIM)
         k_pos = tile * BLOCK_N + offs_n
         # The unwritten end of a block may hold NaN, which 0 * v would let through.
         written = (k_pos < context_len)[:, None] & mask_d
-        k = tl.load(k_pool_ptr + offs, mask=written, other=0.0)  # [BN, BD]
-        v = tl.load(v_pool_ptr + offs, mask=written, other=0.0)  # [BN, BD]
+        k = tl.load(k_pool_ptr + start + offs, mask=written, other=0.0)  # [BN, BD]
+        v = tl.load(v_pool_ptr + start + offs, mask=written, other=0.0)  # [BN, BD]
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BM, BN]
         distance = q_pos[:, None] - k_pos[None, :]
         score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))

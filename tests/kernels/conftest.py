@@ -46,9 +46,20 @@ def _poison(make):
 @pytest.fixture(scope="session")
 def offline_results():
     """Every kernel variant compiled for sm_80 and sm_90, by (module, label, arch)."""
+    return compile_offline(80, 90)
+
+
+@pytest.fixture(scope="session")
+def blackwell_results():
+    """The same for sm_100."""
+    return compile_offline(100)
+
+
+def compile_offline(*arches):
+    """Results by (module, label, arch), from a process whose kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "compress.kernels.offline", "--json"]
-    command += ["--arch", "80", "--arch", "90"]
+    command += [f"--arch={arch}" for arch in arches]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.stdout, run.stderr
     return {(row["module"], row["label"], row["arch"]): row for row in json.loads(run.stdout)}

@@ -2,20 +2,29 @@ import pytest
 
 from compress.kernels import offline
 
-VARIANTS = [
-    pytest.param(module, case, arch, id=f"{module}-{case.label}-sm_{arch}")
+CASES = [
+    pytest.param(module, case, id=f"{module}-{case.label}")
     for module in offline.KERNEL_MODULES
     for case in offline.module_cases(module)
-    for arch in (80, 90)
 ]
 
 
-@pytest.mark.parametrize("module, case, arch", VARIANTS)
-def test_variant_compiles_as_meant(module, case, arch, offline_results):
+def assert_as_meant(result):
     """No spills, shared memory within the chip, and the meant instructions are there."""
-    result = offline_results[module, case.label, arch]
     assert result["faults"] == []
     assert 0 < result["registers"] <= 255
+
+
+@pytest.mark.parametrize("module, case", CASES)
+@pytest.mark.parametrize("arch", [80, 90], ids="sm_{}".format)
+def test_variant_compiles_as_meant(module, case, arch, offline_results):
+    assert_as_meant(offline_results[module, case.label, arch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module, case", CASES)
+def test_variant_compiles_as_meant_for_blackwell(module, case, blackwell_results):
+    assert_as_meant(blackwell_results[module, case.label, 100])
 
 
 def test_matrix_kernels_are_meant_for_tensor_cores():
