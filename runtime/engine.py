@@ -47,7 +47,7 @@ class EngineConfig:
     block_size: int = 64
     num_blocks: int | None = None
     max_num_seqs: int = 64
-    token_budget: int = 512
+    token_budget: int = 2048
     max_model_len: int | None = None
     kernels: str = "auto"
     attention: str = "auto"

@@ -1,18 +1,18 @@
 """The one place that decides how a Linear is computed, once, when its weight is loaded.
 
-| weight        | device, dtype          | implementation                                          |
-|---------------|------------------------|---------------------------------------------------------|
-| float         | GPU; CPU, float16      | `F.linear`                                              |
-| float         | CPU, fp32 or bfloat16  | `PrepackedLinear` if the CPU has it, else `F.linear`    |
-| 4-bit, packed | GPU, 16-bit            | `PackedLinear`: `ops.w4a16`                             |
-| 4-bit, packed | CPU, bfloat16          | `Int4Linear`: int4 product up to 8 rows, above it       |
-|               |                        | as float with the dequantized weight                    |
-| other packed  | any                    | dequantized, then as float                              |
+| weight       | kernels, device, dtype      | implementation                                    |
+|--------------|-----------------------------|---------------------------------------------------|
+| float        | any, CPU, fp32 or bfloat16  | `PrepackedLinear` if the CPU has it               |
+| float        | otherwise                   | `PlainLinear`                                     |
+| 4-bit packed | triton                      | `PackedLinear`                                    |
+| 4-bit packed | torch, CPU, bfloat16        | `Int4Linear`: the int4 product up to 6 rows, more |
+|              |                             | are computed as float with the dequantized weight |
+| packed       | otherwise                   | dequantized, then as float                        |
 
 Speed on CPUs is bought with memory: `PrepackedLinear` keeps the weight in the layout that oneDNN
 multiplies fastest and, for bfloat16, also row-major, which is faster for a single row; `Int4Linear`
 keeps the prepacked weight beside its 4-bit codes, because the int4 product is bound by arithmetic
-and loses to the float product from about 8 rows on.
+and loses to the float product from about 7 rows on.
 
 T rows, K in_features, N out_features.
 """
@@ -32,10 +32,11 @@ from compress.scheme import dequantize
 
 Weight = torch.Tensor | QuantizedLinear  # float (N, K), or codes (N, K) with scales
 
-_INT4_MAX_ROWS = 8
+_INT4_MAX_ROWS = 6
 _INT4_GROUP_MULTIPLE = 32  # of the CPU product
 _INT4_OUT_MULTIPLE = 16
 _WORD = 8  # 4-bit codes per int32
+_TYPICAL_PREFILL_ROWS = 512  # with this hint oneDNN's layout is best for many rows, equal for few
 _CPU = torch.device("cpu")
 
 
@@ -56,7 +57,9 @@ class PrepackedLinear:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, few_rows: bool = True
     ) -> None:
-        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(
+            weight.contiguous(), _TYPICAL_PREFILL_ROWS
+        )
         keeps_both = few_rows and weight.dtype == torch.bfloat16
         self._row_major = weight if keeps_both else None
         self._bias = bias
@@ -87,20 +90,27 @@ class Int4Linear:
 
 
 class PackedLinear:
-    """x W^T + b on a GPU with 4-bit groups, unpacked inside the kernel."""
+    """x W^T + b with 4-bit groups that are unpacked inside the product, `ops.w4a16`."""
 
     def __init__(
-        self, linear: QuantizedLinear, bias: torch.Tensor | None, ops: Ops, device: torch.device
+        self,
+        linear: QuantizedLinear,
+        bias: torch.Tensor | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
     ) -> None:
         self._words = pack_to_int32(linear.codes, linear.bits, 1).to(device)
-        self._scale = linear.scale.to(device)
+        scale = linear.scale.to(device=device, dtype=dtype)
+        self._scale = scale.t().contiguous().t()  # stored (G, N): read coalesced
         self._zero_point = None if linear.zero_point is None else linear.zero_point.to(device)
         self._bias = bias
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._ops.w4a16(x, self._words, self._scale, self._zero_point)
-        return y if self._bias is None else y + self._bias
+        return y if self._bias is None else y.add_(self._bias)
 
 
 def make_linear(
@@ -137,15 +147,19 @@ def _packed_linear(
     device: torch.device,
     ops: Ops,
 ) -> Linear:
-    out_features, in_features = linear.codes.shape
-    fits_cpu = (
-        linear.group_size % _INT4_GROUP_MULTIPLE == 0 and out_features % _INT4_OUT_MULTIPLE == 0
+    out_features = linear.codes.shape[0]
+    if linear.bits == 4 and ops.backend == "triton" and linear.group_size % _WORD == 0:
+        return PackedLinear(linear, bias, dtype=dtype, device=device, ops=ops)
+    is_cpu_int4 = (
+        linear.bits == 4
+        and ops.backend == "torch"
+        and device.type == "cpu"
+        and dtype == torch.bfloat16
+        and linear.group_size % _INT4_GROUP_MULTIPLE == 0
+        and out_features % _INT4_OUT_MULTIPLE == 0
     )
-    if linear.bits == 4 and device.type == "cpu" and dtype == torch.bfloat16 and fits_cpu:
+    if is_cpu_int4:
         return Int4Linear(linear, bias)
-    fits_gpu = in_features % _WORD == 0 and dtype != torch.float32
-    if linear.bits == 4 and device.type == "cuda" and fits_gpu:
-        return PackedLinear(linear, bias, ops, device)
     return _float_linear([_dense(linear, dtype, device)], bias, device)
 
 

@@ -74,6 +74,8 @@ class BlockwiseAttention:
         short, long = self._short.get(window), self._long[window]
         if short is not None and short.covers_batch(q):
             return short.attend(q, k_pool, v_pool)
+        if short is None and len(long) == 1:
+            return self._attend_long(long[0], q, k, v, k_pool, v_pool)
         out = torch.empty_like(q)
         if short is not None:
             attended = short.attend(q.index_select(0, short.plan.rows), k_pool, v_pool)

@@ -12,14 +12,16 @@ ATTENTION: dict[str, Callable[[AttentionSpec, KVPool, Ops], AttentionBackend]] =
     "blockwise": lambda spec, pool, ops: BlockwiseAttention(spec, pool),
     "paged": PagedAttention,
 }
-_AUTO = {"cpu": "blockwise", "cuda": "paged"}
 
 
 def make_attention(name: str, spec: AttentionSpec, pool: KVPool, ops: Ops) -> AttentionBackend:
-    """The backend called `name` ("auto": by the device of `pool`); ValueError if it cannot run."""
+    """The backend called `name`; ValueError if it is unknown or cannot run where `pool` is.
+
+    "auto" is blockwise for torch operations on a CPU and paged everywhere else.
+    """
     device = pool.k.device.type
     if name == "auto":
-        name = lookup(_AUTO, device, "device for attention 'auto'")
+        name = "blockwise" if device == "cpu" and ops.backend == "torch" else "paged"
     make = lookup(ATTENTION, name, "attention backend")
     if name == "blockwise" and device != "cpu":
         raise ValueError(f"attention 'blockwise' runs on a CPU, not on {device!r}; use 'paged'")

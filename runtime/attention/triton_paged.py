@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: the two paged kernels, straight from the tensors of the batch."""
+"""Paged attention by the paged kernels, straight from the tensors of the batch: the GPU's way."""
 
 import torch
 

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 from compress.artifacts import QuantizedLinear
 from compress.kernels.ops import select
-from compress.runtime.linear import Int4Linear, PrepackedLinear, make_linear
+from compress.runtime.linear import Int4Linear, PackedLinear, PrepackedLinear, make_linear
 from compress.scheme import dequantize
 
 CPU = torch.device("cpu")
 OPS = select("torch", CPU)
-ROWS = [1, 2, 8, 9, 33]
+ROWS = [1, 2, 6, 7, 33]
 
 
 def quantized(
@@ -69,6 +69,17 @@ def test_make_linear_int4_is_the_dequantized_product(
     weight = torch.cat([dequantize(part, torch.float64) for part in parts])
     bias = torch.cat([b.bfloat16().double() for b in biases if b is not None]) if biased else None
     assert relative_error(linear(x), F.linear(x.double(), weight, bias)) < 8e-3
+
+
+@pytest.mark.parametrize("rows", [1, 17], ids=lambda n: f"T{n}")
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+def test_packed_linear_is_the_dequantized_product(symmetric: bool, rows: int) -> None:
+    torch.manual_seed(3)
+    part, bias = quantized(33, 96, symmetric=symmetric), torch.randn(33)
+    linear = PackedLinear(part, bias, dtype=torch.float32, device=CPU, ops=OPS)
+    x = torch.randn(rows, 96)
+    expected = F.linear(x.double(), dequantize(part, torch.float64), bias.double())
+    assert relative_error(linear(x), expected) < 1e-6
 
 
 @pytest.mark.parametrize(

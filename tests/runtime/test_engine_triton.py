@@ -1,0 +1,53 @@
+"""The engine on the Triton kernels, end to end, in Triton's interpreter where there is no GPU.
+
+In a process of its own: the interpreter has to be chosen before Triton is imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.request import SamplingParams
+from compress.scheme import WeightScheme
+from tests.runtime.test_loader import pack_all, rewrite
+
+PROMPTS = [[5], [7, 11, 13, 200, 3], list(range(20, 43))]
+_SCRIPT = """
+import json, sys
+from pathlib import Path
+from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.request import SamplingParams
+
+path, prompts = Path(sys.argv[1]), json.loads(sys.argv[2])
+limits = {"num_blocks": 16, "block_size": 16, "token_budget": 20, "max_num_seqs": 4}
+config = EngineConfig(kernels="triton", **limits)
+engine = Engine.load(path, dtype="float32", config=config)
+completions = engine.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+scores = engine.score(prompts[1:])
+print(json.dumps([[c.token_ids for c in completions], [s.tolist() for s in scores]]))
+"""
+
+
+def test_triton_kernels_give_what_torch_gives(llama: Path, tmp_path: Path) -> None:
+    scheme = WeightScheme(bits=4, group_size=32)
+    packed = rewrite(llama, tmp_path / "packed", lambda t, c: pack_all(t, c, scheme))
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(packed), json.dumps(PROMPTS)],
+        env=os.environ | interpreted,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    tokens, scores = json.loads(result.stdout.splitlines()[-1])
+    engine = Engine.load(packed, config=EngineConfig(num_blocks=32, block_size=16))
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert tokens == [c.token_ids for c in engine.generate(PROMPTS, params)]
+    for got, expected in zip(scores, engine.score(PROMPTS[1:]), strict=True):
+        torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-4)
