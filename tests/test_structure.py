@@ -1,6 +1,7 @@
 """The house rules that no type checker knows: import direction, links, and what a wheel holds."""
 
 import ast
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -86,9 +87,11 @@ def test_no_file_is_longer_than_400_lines() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Names of the files in a freshly built wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
+    folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source") / "tree"
+    unwanted = shutil.ignore_patterns(".*", "demo", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted)  # setuptools writes beside it
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([*command, "-w", str(folder), str(ROOT)], check=True, capture_output=True)
+    subprocess.run([*command, "-w", str(folder), str(source)], check=True, capture_output=True)
     (file,) = folder.glob("*.whl")
     return zipfile.ZipFile(file).namelist()
 
