@@ -2,6 +2,12 @@
 
 import torch
 
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
 
 def pick_device(name: str) -> torch.device:
     """`auto` is the first GPU if there is one; a GPU asked for by name must be there."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from compress.artifacts import LeftInFloat
+from compress.devices import DTYPES
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily, SharedInput
-from compress.recipe import DTYPES, Recipe
+from compress.recipe import Recipe
 from compress.scheme import WeightScheme, group_width
 
 _INTERPRETER_BYTES = 550_000_000  # Python with torch and transformers loaded, measured on Linux

@@ -11,19 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from compress.calib.methods import Method
 from compress.lookup import lookup
 from compress.scheme import QuantScheme
-
-DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.calib.data import evaluation_text
+from compress.devices import DTYPES, fast_dtype, pick_device
 from compress.evalsuite.card import environment, folder_sha256
 from compress.evalsuite.perplexity import (
     PROTOCOLS,
@@ -44,7 +45,6 @@ from compress.lookup import lookup
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
 from compress.progress import progress
-from compress.runtime.config import DTYPES
 from compress.runtime.engine import Engine, EngineConfig
 
 _DTYPES = {"auto": None, **DTYPES}
@@ -58,7 +58,8 @@ class ServeEvalOptions:
 
     `model`, `baseline`: what `resolve_model` takes; `draft`: a folder. `ppl_data` is a text file,
     `pydoc`, or `none` to leave perplexity out and prompt with random tokens. `workload` as in
-    workload.py. `command` is the line that the card shows to repeat the run.
+    workload.py. `dtype` "auto" is the fastest of the device, whatever the checkpoint stores, for
+    model and baseline alike. `command` is the line that the card shows to repeat the run.
     """
 
     model: str
@@ -209,10 +210,17 @@ def _check_lengths(
                 )
 
 
+def _dtype(options: ServeEvalOptions) -> str:
+    """Name of the dtype that the engines compute in."""
+    if options.dtype != "auto":
+        return options.dtype
+    return str(fast_dtype(pick_device(options.device))).removeprefix("torch.")
+
+
 def _load_engines(
     options: ServeEvalOptions, subjects: Mapping[str, Subject], config: EngineConfig
 ) -> dict[str, Engine]:
-    load = partial(Engine.load, dtype=options.dtype, device=options.device, config=config)
+    load = partial(Engine.load, dtype=_dtype(options), device=options.device, config=config)
     engines = {role: load(subject.checkpoint.path) for role, subject in subjects.items()}
     if options.draft is not None:
         engines[DRAFT] = load(subjects[MODEL].checkpoint.path, draft=options.draft)

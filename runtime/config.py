@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 
+from compress.devices import DTYPES
 from compress.lookup import lookup
 from compress.models.family import ModelFamily, family_of
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _ROPE_TYPES = ("default", "linear", "llama3")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from compress.devices import DTYPES, pick_device
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
@@ -23,7 +24,7 @@ from compress.runtime.attention.base import affordable_blocks, allocate_pool
 from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import build_batch
 from compress.runtime.blocks import BlockManager
-from compress.runtime.config import DTYPES, decoder_config, token_ids_of
+from compress.runtime.config import decoder_config, token_ids_of
 from compress.runtime.loader import load_decoder
 from compress.runtime.model import Decoder, attention_spec
 from compress.runtime.request import Completion, Request, SamplingParams
@@ -124,9 +125,7 @@ class Engine:
         """
         config = config or EngineConfig()
         checkpoint = open_checkpoint(path)
-        place = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        )
+        place = pick_device(device)
         stored = decoder_config(checkpoint.config).dtype
         decoder = load_decoder(
             checkpoint,
