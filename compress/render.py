@@ -70,6 +70,18 @@ def print_quantize_report(report: dict[str, Any], output: str) -> None:
     )
 
 
+def print_draft_report(report: dict[str, Any], output: str) -> None:
+    """What was trained on what, and how often each head is right on text held out."""
+    per_head = ", ".join(f"{share:.1%}" for share in report["held_out_acceptance"])
+    Console().print(
+        f"{output}: {report['kind']} draft for {report['target']['name']};"
+        f" held-out acceptance by head {per_head};"
+        f" predicted acceptance length {report['predicted_acceptance_length']:.2f};"
+        f" {report['seconds']:.0f} s, peak memory {megabytes(report['peak_rss_bytes'])}",
+        highlight=False,
+    )
+
+
 def print_verify_report(report: "VerifyReport") -> None:
     """One line per check, failed ones first."""
     console = Console()
