@@ -156,7 +156,7 @@ def _check_token_map(folder: Path, token_map: torch.Tensor, vocab_size: int) -> 
     is_sound = (
         token_map.dtype == torch.int64
         and bool((token_map.diff() > 0).all())
-        and 0 <= int(token_map[0])
+        and int(token_map[0]) >= 0
         and int(token_map[-1]) < vocab_size
     )
     if not is_sound:

@@ -1,7 +1,7 @@
 """Medusa heads: guess several tokens ahead from one hidden state, without touching the target.
 
-    z_i = R_i(h_t),   R_i one or more layers  x <- x + SiLU(W x + b),   W = b = 0 at the start
-    head i proposes  argmax over the draft vocabulary of  U z_i  as token t + 2 + i,   i = 0 .. K - 1
+    z_i = R_i(h_t),   R_i = L layers  x <- x + SiLU(W x + b),   W = b = 0 at the start
+    head i guesses  argmax over the draft vocabulary of  U z_i  as token t + 2 + i,  i = 0 .. K - 1
 
 h_t is the target's hidden state after the final norm at position t, from which its own head chooses
 token t + 1; U are rows of that same output head, frozen and shared (Medusa-1). At the start
@@ -72,43 +72,47 @@ class MedusaExamples:
     def __len__(self) -> int:
         return len(self.hidden)
 
+    @property
+    def is_complete(self) -> torch.Tensor:
+        """(N,) bool: whether every head has a label."""
+        return (self.labels != IGNORED).all(dim=1)
+
 
 class Stretch(NamedTuple):
-    """One sequence of the target: `hidden` (n, H) are the states of its first n tokens.
+    """Consecutive positions of one sequence.
 
-    token_ids  (m,) int64, m >= n: the prompt, then what the target chose
-    first      the position of the first state to use: the last one of the prompt
+    hidden   (n, H) float  the target's state at each
+    choices  (n,) int64    the token that the target chooses after each
     """
 
-    token_ids: torch.Tensor
     hidden: torch.Tensor
-    first: int
+    choices: torch.Tensor
 
 
 def draft_vocabulary(stretches: Sequence[Stretch]) -> torch.Tensor:
     """The tokens that are labels somewhere: ascending ids, (Vd,) int64."""
-    labels = [stretch.token_ids[stretch.first + 2 :] for stretch in stretches]
-    return torch.unique(torch.cat(labels))
+    vocabulary: torch.Tensor = torch.unique(torch.cat([choices[1:] for _, choices in stretches]))
+    return vocabulary
 
 
 def make_examples(
     stretches: Sequence[Stretch], vocabulary: torch.Tensor, num_heads: int
 ) -> MedusaExamples:
-    """All positions whose first head has a label; a label outside `vocabulary` becomes -1.
+    """Every position whose first head has a label: head i learns the choice 1 + i positions later.
 
-    -1 is a label that no head can guess: an error in an evaluation, to be ignored in training.
+    A label outside `vocabulary` becomes -1, which no head can guess: an error in an evaluation.
     """
-    hidden, labels = [], []
-    for token_ids, states, first in stretches:
-        count = min(len(states), len(token_ids) - 2) - first
-        if count < 1:
+    hidden, labels = [stretches[0].hidden[:0]], [torch.empty(0, num_heads, dtype=torch.int64)]
+    for states, choices in stretches:
+        if len(choices) < 2:
             continue
-        padded = torch.cat([token_ids, torch.full((num_heads,), IGNORED)])
-        windows = padded[first + 2 :].unfold(0, num_heads, 1)[:count]
+        count = len(choices) - 1
+        padded = torch.cat([choices, torch.full((num_heads,), IGNORED)])
+        windows = padded[1:].unfold(0, num_heads, 1)[:count].contiguous()
         index = torch.searchsorted(vocabulary, windows).clamp_(max=len(vocabulary) - 1)
         index[vocabulary[index] != windows] = -1
         index[windows == IGNORED] = IGNORED
-        hidden.append(states[first : first + count])
+        hidden.append(states[:count])
         labels.append(index)
     return MedusaExamples(hidden=torch.cat(hidden), labels=torch.cat(labels))
 
@@ -138,8 +142,8 @@ def accepted_counts(
     """
     num_heads = examples.labels.shape[1]
     counts = torch.zeros(num_heads + 1, dtype=torch.int64)
-    complete = (examples.labels != IGNORED).all(dim=1).nonzero().flatten()
-    for rows in complete.split(batch_size):
+    complete = examples.is_complete.nonzero().flatten()
+    for rows in torch.split(complete, batch_size):
         states = heads(examples.hidden[rows].to(projection.device).float())
         logits = F.linear(states.to(projection.dtype), projection)
         right = logits.argmax(dim=-1).cpu() == examples.labels[rows]
