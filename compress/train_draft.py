@@ -58,7 +58,7 @@ HELD_OUT_FRACTION = 0.1
 _NUM_LAYERS = 2
 _BATCH_SEQUENCES = 64
 _COLLECT_SHARE = 0.5  # of the budget
-_FINISH_SHARE, _FINISH_SECONDS = 0.02, 2.0  # kept back for the last evaluation and for saving
+_RESERVE_SHARE, _RESERVE_SECONDS = 0.02, 2.0  # kept back for the last evaluation and for saving
 _AUTO_DTYPE = "auto"
 
 
@@ -107,8 +107,9 @@ def _train_medusa(job: TrainDraftJob) -> dict[str, Any]:
     started = time.monotonic()
     budget = 60 * job.max_minutes
     check_free(job.output, force=job.force)
-    prompts, data = _prompts(job)
-    decoder = _load_target(job)
+    path = resolve_model(job.target, offline=job.offline, quiet=job.quiet)
+    prompts, data = _prompts(job, path)
+    decoder = _load_target(job, path)
     fingerprint = decoder.source.fingerprint
     continuations = collect(
         decoder,
@@ -117,9 +118,9 @@ def _train_medusa(job: TrainDraftJob) -> dict[str, Any]:
         deadline=started + _COLLECT_SHARE * budget,
         quiet=job.quiet,
     )
-    finish = max(_FINISH_SHARE * budget, min(_FINISH_SECONDS, 0.1 * budget))
+    reserve = max(_RESERVE_SHARE * budget, min(_RESERVE_SECONDS, 0.1 * budget))
     heads, token_map, training, counts = _fit(
-        job, decoder, continuations, deadline=started + budget - finish
+        job, decoder, continuations, deadline=started + budget - reserve
     )
     best = training.history[training.best].held_out
     report = {
@@ -161,9 +162,8 @@ def _train_medusa(job: TrainDraftJob) -> dict[str, Any]:
 _KINDS: dict[str, Callable[[TrainDraftJob], dict[str, Any]]] = {"medusa": _train_medusa}
 
 
-def _prompts(job: TrainDraftJob) -> tuple[torch.Tensor, dict[str, Any]]:
+def _prompts(job: TrainDraftJob, path: Path) -> tuple[torch.Tensor, dict[str, Any]]:
     """Prompts (N, PROMPT_TOKENS) in random order, and what the report says of them."""
-    path = resolve_model(job.target, offline=job.offline, quiet=job.quiet)
     spec = CalibrationSpec(source=job.data, num_samples=MAX_SEQUENCES, length=PROMPT_TOKENS)
     ids = read_token_ids(spec, load_tokenizer(path), offline=job.offline)
     num_chunks = len(ids) // PROMPT_TOKENS
@@ -184,10 +184,10 @@ def _prompts(job: TrainDraftJob) -> tuple[torch.Tensor, dict[str, Any]]:
     }
 
 
-def _load_target(job: TrainDraftJob) -> Decoder:
+def _load_target(job: TrainDraftJob, path: Path) -> Decoder:
     device = pick_device(job.device)
     return load_decoder(
-        open_checkpoint(resolve_model(job.target, offline=job.offline, quiet=job.quiet)),
+        open_checkpoint(path),
         dtype=fast_dtype(device) if job.dtype == _AUTO_DTYPE else DTYPES[job.dtype],
         device=device,
         ops=select("auto", device),
@@ -312,8 +312,8 @@ def _fit(
         )
     vocabulary = draft_vocabulary(training_part)
     training_examples = make_examples(training_part, vocabulary, job.num_heads)
-    held_out_examples = make_examples(held_out_part, vocabulary, job.num_heads)
-    if not held_out_examples.is_complete.any():
+    held_out_examples = [make_examples([s], vocabulary, job.num_heads) for s in held_out_part]
+    if not any(examples.is_complete.any() for examples in held_out_examples):
         raise ValueError(
             f"the target wrote too little to test {job.num_heads} heads on: give more max_minutes"
             f" than {job.max_minutes:g}, or other text"
@@ -334,7 +334,7 @@ def _fit(
     counts = {
         "sequences": len(continuations),
         "tokens": len(training_examples),
-        "held_out_tokens": len(held_out_examples),
+        "held_out_tokens": sum(len(examples) for examples in held_out_examples),
         "draft_vocab_size": len(vocabulary),
         "parameters": sum(parameter.numel() for parameter in heads.parameters()),
     }

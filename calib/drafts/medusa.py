@@ -134,19 +134,23 @@ def head_losses(
 
 @torch.no_grad()
 def accepted_counts(
-    heads: MedusaHeads, examples: MedusaExamples, projection: torch.Tensor, batch_size: int
+    heads: MedusaHeads, sequences: Sequence[MedusaExamples], projection: torch.Tensor
 ) -> torch.Tensor:
-    """How many positions had their first k guesses all right, k = 0 .. K: (K + 1,) int64.
+    """Decode `sequences` as an engine would; passes that accepted at least k guesses, (K + 1,).
 
-    Of the positions that have every label; entry 0 is their number.
+    Each of `sequences` holds consecutive positions. A pass that accepts n guesses moves on by
+    n + 1 positions, so easy stretches take few passes: a mean over all positions would count them
+    too often and promise too much. Entry 0 is the number of passes; those too close to the end of
+    a sequence to have all labels are left out.
     """
-    num_heads = examples.labels.shape[1]
-    counts = torch.zeros(num_heads + 1, dtype=torch.int64)
-    complete = examples.is_complete.nonzero().flatten()
-    for rows in torch.split(complete, batch_size):
-        states = heads(examples.hidden[rows].to(projection.device).float())
-        logits = F.linear(states.to(projection.dtype), projection)
-        right = logits.argmax(dim=-1).cpu() == examples.labels[rows]
-        counts[0] += len(rows)
-        counts[1:] += right.cumprod(dim=1).sum(dim=0)
+    counts = torch.zeros(sequences[0].labels.shape[1] + 1, dtype=torch.int64)
+    for examples in sequences:
+        states = heads(examples.hidden.to(projection.device).float())
+        guesses = F.linear(states.to(projection.dtype), projection).argmax(dim=-1).cpu()
+        accepted = (guesses == examples.labels).cumprod(dim=1).sum(dim=1).tolist()
+        num_complete = int(examples.is_complete.sum())
+        position = 0
+        while position < num_complete:
+            counts[: accepted[position] + 1] += 1
+            position += accepted[position] + 1
     return counts

@@ -2,7 +2,7 @@
 
 AdamW over shuffled positions; the learning rate rises over the first steps and then falls along a
 half cosine to zero at the last planned step. After every round, a pass over the positions or
-several if they are few, the held-out positions are tested, and the weights with the largest
+several if they are few, the held-out sequences are decoded, and the weights with the largest
 acceptance length are kept.
 
 The plan is a number of rounds. Once the first steps have been timed, a plan that would not end
@@ -13,7 +13,7 @@ that was not cut depends on nothing but its arguments: equal arguments give equa
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
-    """What greedy verification would accept, measured on held-out positions.
+    """What greedy verification accepts when held-out sequences are decoded with the draft.
 
-    per_head  a_i: share of right guesses of head i where all heads before it were right
+    per_head  a_i: share of right guesses of head i in passes where all heads before it were right
     length    1 + sum over k of prod_{i <= k} a_i: tokens per pass of the target, its own included
     """
 
@@ -88,7 +88,7 @@ class Training:
 def train_heads(
     heads: MedusaHeads,
     training: MedusaExamples,
-    held_out: MedusaExamples,
+    held_out: Sequence[MedusaExamples],
     projection: torch.Tensor,
     config: TrainingConfig,
     *,
@@ -97,7 +97,8 @@ def train_heads(
 ) -> Training:
     """Train `heads` in place; afterwards they hold the weights of the best round.
 
-    projection (Vd, H) is on the device of the heads, the examples may be on the host. `deadline` is
+    projection (Vd, H) is on the device of the heads, the examples may be on the host; each entry of
+    `held_out` holds consecutive positions of one sequence. `deadline` is
     a value of `time.monotonic()`. `on_step` is told the share of the plan that is done, the latest
     acceptance and the losses (K,) of the step.
     """
@@ -188,12 +189,10 @@ class _Run:
         self._replan()
         return losses.detach().cpu()
 
-    def evaluate(self, examples: MedusaExamples) -> Acceptance:
-        """Test the heads on `examples`, of which at least one has all labels."""
+    def evaluate(self, sequences: Sequence[MedusaExamples]) -> Acceptance:
+        """Test the heads on `sequences`, in which at least one position has all labels."""
         started = time.monotonic()
-        counts = accepted_counts(
-            self._heads, examples, self._projection, self._config.batch_size
-        ).double()
+        counts = accepted_counts(self._heads, sequences, self._projection).double()
         self._evaluation_seconds = time.monotonic() - started
         per_head = counts[1:] / counts[:-1].clamp(min=1)
         return Acceptance(per_head=tuple(per_head.tolist()), length=float(counts.sum() / counts[0]))

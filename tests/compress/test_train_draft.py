@@ -117,7 +117,7 @@ def test_draft_serves_its_target_without_changing_the_output(
 def test_draft_of_a_deterministic_target_is_accepted(cycling: Path, tmp_path: Path) -> None:
     report = module.train_draft(job(cycling, tmp_path / "draft"))
     assert report["history"][0]["held_out"]["length"] < 1.5
-    assert report["predicted_acceptance_length"] > 3.7
+    assert report["predicted_acceptance_length"] > 3.5
     expected, _ = generate(cycling, None)
     got, engine = generate(cycling, tmp_path / "draft")
     assert got == expected

@@ -89,9 +89,30 @@ def test_head_without_labels_has_no_loss() -> None:
     assert losses[1] == 0
 
 
+def guess_own_index(*labels: list[int]) -> MedusaExamples:
+    """Position p of a sequence where untrained heads guess p, p, p."""
+    return MedusaExamples(hidden=torch.eye(8)[: len(labels)], labels=torch.tensor(labels))
+
+
 def test_accepted_counts_stop_at_the_first_wrong_guess() -> None:
-    # Untrained heads repeat the argmax of the state: position p guesses p, p, p.
-    labels = torch.tensor([[0, 0, 0], [1, 1, 2], [2, 0, 2], [0, 3, 3], [4, 4, IGNORED], [5, -1, 5]])
-    examples = MedusaExamples(hidden=torch.eye(6), labels=labels)
-    counts = accepted_counts(MedusaHeads(6, 3, 1), examples, torch.eye(6), batch_size=2)
+    sequences = [
+        guess_own_index(labels)
+        for labels in ([0, 0, 0], [0, 0, 2], [0, 2, 0], [2, 0, 0], [0, -1, 0])
+    ]
+    counts = accepted_counts(MedusaHeads(8, 3, 1), sequences, torch.eye(8))
     assert counts.tolist() == [5, 4, 2, 1]
+
+
+def test_accepted_guesses_are_passed_over() -> None:
+    sequence = guess_own_index(
+        [0, 0, 7],  # accepts two: the next pass is at position 3
+        [1, 1, 1],
+        [2, 2, 2],
+        [7, 3, 3],  # accepts none
+        [4, 7, 4],  # accepts one
+        [5, 5, 5],
+        [6, 6, IGNORED],  # not counted
+        [7, IGNORED, IGNORED],
+    )
+    counts = accepted_counts(MedusaHeads(8, 3, 1), [sequence, sequence], torch.eye(8))
+    assert counts.tolist() == [6, 4, 2, 0]

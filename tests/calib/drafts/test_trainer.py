@@ -51,7 +51,7 @@ def train(
     training = train_heads(
         heads,
         problem(500),
-        problem(130, seed=1),
+        [problem(130, seed=1), problem(33, seed=2)],
         projection(),
         TrainingConfig(seed=seed, **fields | config),
         deadline=time.monotonic() + seconds,
@@ -89,7 +89,7 @@ def test_the_weights_of_the_best_round_are_kept(monkeypatch: pytest.MonkeyPatch)
     seen: list[dict[str, torch.Tensor]] = []
     lengths = iter([1.0, 2.0, 3.0, 2.5, 2.9, 1.0])
 
-    def evaluate(run: Any, examples: MedusaExamples) -> trainer.Acceptance:
+    def evaluate(run: Any, sequences: Any) -> trainer.Acceptance:
         seen.append({name: t.clone() for name, t in run._heads.state_dict().items()})
         return trainer.Acceptance(per_head=(1.0, 0.0, 0.0), length=next(lengths))
 
