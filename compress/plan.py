@@ -17,7 +17,8 @@ from compress.models.family import ModelFamily, SharedInput
 from compress.recipe import Recipe
 from compress.scheme import WeightScheme, group_width
 
-_INTERPRETER_BYTES = 550_000_000  # Python with torch and transformers loaded, measured on Linux
+BATCH_TOKENS = 4096  # of one forward pass of a block
+_INTERPRETER_BYTES = 600_000_000  # Python, torch, transformers and a tokenizer, measured on Linux
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +59,12 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, family: ModelFamily, recipe: Recipe, *, batch_tokens: int = 4096
+    checkpoint: Checkpoint, family: ModelFamily, recipe: Recipe, *, calibration_tokens: int
 ) -> Plan:
-    """Decide for every Linear of `checkpoint`. ValueError names each that cannot be done."""
+    """Decide for every Linear of `checkpoint`. ValueError names each that cannot be done.
+
+    `calibration_tokens`, of all sequences together, only enters the estimate of peak memory.
+    """
     if "quantization_config" in checkpoint.config:
         raise ValueError(f"{checkpoint.path}: already quantized; start from the float checkpoint")
     num_blocks = int(checkpoint.config["num_hidden_layers"])
@@ -97,7 +101,7 @@ def make_plan(
         float_dtype=float_dtype,
         bytes_before=checkpoint.num_bytes,
         bytes_after=_bytes_after(checkpoint, planned, float_dtype),
-        peak_memory_bytes=_peak_memory(checkpoint, family, batch_tokens),
+        peak_memory_bytes=_peak_memory(checkpoint, family, calibration_tokens),
     )
 
 
@@ -191,8 +195,10 @@ def _bytes_after(
     return kept + sum(linear.num_bytes for linear in planned)
 
 
-def _peak_memory(checkpoint: Checkpoint, family: ModelFamily, batch_tokens: int) -> int:
-    """Estimate: interpreter + embedding, or one block, its statistics and one batch through it."""
+def _peak_memory(checkpoint: Checkpoint, family: ModelFamily, calibration_tokens: int) -> int:
+    """Estimate, in bytes: the interpreter, the mapped inputs and outputs of a block, and the larger
+    of the embedding and one block with its statistics and one batch on its way through it.
+    """
     prefix = f"{family.blocks}.0."
     block = {
         name.removeprefix(prefix): torch.Size(info.shape)
@@ -206,9 +212,10 @@ def _peak_memory(checkpoint: Checkpoint, family: ModelFamily, batch_tokens: int)
         for shared in family.shared_inputs
     )
     rows = sum(block[f"{name}.weight"][0] for name in family.block_linears)
-    working = 4 * weights + 4 * moments + 4 * 6 * largest + 4 * rows * batch_tokens
+    working = 4 * weights + 4 * moments + 4 * 6 * largest + 4 * rows * BATCH_TOKENS
     embedding = checkpoint.tensors[f"{family.embedding}.weight"].nbytes
-    return _INTERPRETER_BYTES + max(working, 2 * embedding)
+    activations = 2 * 2 * calibration_tokens * int(checkpoint.config["hidden_size"])
+    return _INTERPRETER_BYTES + activations + max(working, 2 * embedding)
 
 
 def _in_features(block: dict[str, torch.Size], shared: SharedInput) -> int:

@@ -52,7 +52,9 @@ def plan_job(job: QuantizeJob) -> tuple[Checkpoint, ModelFamily, Plan]:
     """Open the model and decide what will be done, without reading a weight."""
     checkpoint = open_checkpoint(resolve_model(job.model, offline=job.offline, quiet=job.quiet))
     family = family_of(checkpoint.config)
-    return checkpoint, family, make_plan(checkpoint, family, job.recipe)
+    tokens = job.calibration.num_samples * job.calibration.length
+    plan = make_plan(checkpoint, family, job.recipe, calibration_tokens=tokens)
+    return checkpoint, family, plan
 
 
 def quantize(job: QuantizeJob) -> dict[str, Any]:

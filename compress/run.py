@@ -10,11 +10,9 @@ from compress.calib.capture import open_activations
 from compress.calib.data import CalibrationData, CalibrationSpec
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily
-from compress.plan import Plan
+from compress.plan import BATCH_TOKENS, Plan
 from compress.recipe import Recipe
 from compress.resume import RunState
-
-_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,7 @@ class Run:
     @property
     def batch_size(self) -> int:
         length: int = self.data.tokens.shape[1]
-        return max(1, _BATCH_TOKENS // length)
+        return max(1, BATCH_TOKENS // length)
 
     @property
     def blocks(self) -> nn.ModuleList:

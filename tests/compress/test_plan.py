@@ -17,7 +17,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def plan(checkpoint: Checkpoint, *overrides: str) -> Plan:
     recipe = load_recipe("rtn-w4a16", ["scheme.weights.group_size=32", *overrides])
-    return make_plan(checkpoint, family_of(checkpoint.config), recipe)
+    return make_plan(checkpoint, family_of(checkpoint.config), recipe, calibration_tokens=1024)
 
 
 def test_plan_lists_every_linear(llama: Checkpoint) -> None:
