@@ -195,15 +195,24 @@ def _load_target(job: TrainDraftJob, path: Path) -> Decoder:
 
 
 class _Recorder:
-    """A draft proposer that proposes nothing and keeps every state it hears of."""
+    """A draft proposer that proposes nothing and keeps every state it hears of.
 
-    def __init__(self) -> None:
-        self._states: dict[str, list[torch.Tensor]] = {}
+    One buffer of `max_tokens` states per request: thousands of single rows, kept between the large
+    temporaries of each step, would leave the heap full of holes.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._num_states: dict[str, int] = {}
 
     def observe(self, request_id: str, start: int, hidden: torch.Tensor) -> None:
-        if start == 0:  # new, or again after a preemption
-            self._states[request_id] = []
-        self._states[request_id].append(hidden.to("cpu", copy=True))
+        if request_id not in self._buffers:
+            shape = (self._max_tokens, hidden.shape[1])
+            self._buffers[request_id] = torch.empty(shape, dtype=hidden.dtype)
+        end = start + len(hidden)
+        self._buffers[request_id][start:end] = hidden
+        self._num_states[request_id] = end
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         return [[] for _ in contexts]
@@ -213,7 +222,7 @@ class _Recorder:
 
     def take(self, request_id: str) -> torch.Tensor:
         """The states (n, H) of a request, which are forgotten."""
-        return torch.cat(self._states.pop(request_id))
+        return self._buffers.pop(request_id)[: self._num_states.pop(request_id)]
 
 
 class Continuation(NamedTuple):
@@ -240,7 +249,7 @@ def collect(
     far as they have come; a prompt that has no output then is left out.
     """
     prompt_tokens = len(prompts[0])
-    recorder = _Recorder()
+    recorder = _Recorder(prompt_tokens + output_tokens)
     engine = Engine(
         decoder,
         EngineConfig(max_num_seqs=_BATCH_SEQUENCES, max_model_len=prompt_tokens + output_tokens),
