@@ -56,7 +56,8 @@ MAX_SEQUENCES = 1024
 MIN_SEQUENCES = 4
 HELD_OUT_FRACTION = 0.1
 _NUM_LAYERS = 2
-_BATCH_SEQUENCES = 64
+MIN_HELD_OUT_POSITIONS = 100
+_BATCH_SEQUENCES = 32  # more is faster, but a short budget ends with more that are unfinished
 _COLLECT_SHARE = 0.5  # of the budget
 _RESERVE_SHARE, _RESERVE_SECONDS = 0.02, 2.0  # kept back for the last evaluation and for saving
 _AUTO_DTYPE = "auto"
@@ -309,8 +310,8 @@ def _fit(
 ) -> tuple[MedusaHeads, torch.Tensor, Training, dict[str, int]]:
     """Trained heads, their vocabulary (Vd,), how it went, and the numbers for the report.
 
-    Held out are whole sequences, and of these what the target wrote: the acceptance measured on it
-    is what an engine will see.
+    Held out are whole sequences, and of these what the target wrote: on such text the acceptance
+    measured here is that of an engine.
     """
     num_held_out = max(1, round(HELD_OUT_FRACTION * len(continuations)))
     training_part = [stretch for pair in continuations[num_held_out:] for stretch in pair]
@@ -322,10 +323,12 @@ def _fit(
     vocabulary = draft_vocabulary(training_part)
     training_examples = make_examples(training_part, vocabulary, job.num_heads)
     held_out_examples = [make_examples([s], vocabulary, job.num_heads) for s in held_out_part]
-    if not any(examples.is_complete.any() for examples in held_out_examples):
+    num_complete = sum(int(examples.is_complete.sum()) for examples in held_out_examples)
+    if num_complete < MIN_HELD_OUT_POSITIONS:
         raise ValueError(
-            f"the target wrote too little to test {job.num_heads} heads on: give more max_minutes"
-            f" than {job.max_minutes:g}, or other text"
+            f"the target wrote too little to test the heads on: {num_complete} positions, need"
+            f" {MIN_HELD_OUT_POSITIONS}; give more text, or more than max_minutes ="
+            f" {job.max_minutes:g}"
         )
     heads = MedusaHeads(decoder.config.hidden_size, job.num_heads, _NUM_LAYERS).to(decoder.device)
     with progress("training heads, %", 100, quiet=job.quiet) as tick:

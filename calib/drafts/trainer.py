@@ -34,7 +34,7 @@ class TrainingConfig:
     """How to train. `decay`: head i has weight decay^i in the loss.
 
     A round is the fewest passes with at least `min_round_steps` steps. Training ends early once
-    `patience` rounds in a row have not improved on the best one.
+    `patience` rounds in a row were worse than the best one (of equals, the latest).
     """
 
     seed: int
@@ -122,7 +122,7 @@ def train_heads(
             held_out=run.evaluate(held_out),
         )
         history.append(result)
-        if result.held_out.length > history[best].held_out.length:
+        if result.held_out.length >= history[best].held_out.length:
             best, best_weights = len(history) - 1, copy.deepcopy(heads.state_dict())
         elif len(history) - 1 - best >= config.patience:
             stopped = "no improvement"

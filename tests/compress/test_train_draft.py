@@ -218,6 +218,15 @@ def test_budget_too_small_to_train_is_an_error(llama: Path, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_too_little_output_to_test_on_is_an_error(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OUTPUT_TOKENS", 4)
+    with pytest.raises(ValueError, match="too little to test the heads on: 4 positions, need 100"):
+        module.train_draft(job(llama, tmp_path / "draft"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_existing_output_is_replaced_only_with_force(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft"
     out.mkdir()
