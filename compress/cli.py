@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -227,16 +226,19 @@ def demo(
 def verify(
     checkpoint: Checkpoint,
     against: Annotated[
-        Path | None, typer.Option(help="Source checkpoint to compare weights with.")
+        str | None, typer.Option(help="Source to compare with: folder, .gguf file, hub id, `demo`.")
     ] = None,
+    offline: Offline = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Re-read every tensor of CHECKPOINT and check it against its config and its source."""
     from compress import render
     from compress.export.verify import verify_checkpoint
+    from compress.models.load import resolve_model
 
-    report = verify_checkpoint(checkpoint, against)
+    source = resolve_model(against, offline=offline, quiet=quiet) if against else None
+    report = verify_checkpoint(checkpoint, source)
     if not quiet:
         render.print_verify_report(report)
     failed = [check.name for check in report.checks if not check.ok]
@@ -318,7 +320,6 @@ def _command_line() -> str:
 
 def main() -> None:
     """Run the command line and exit with the code that its end deserves."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin
     sys.exit(run(sys.argv[1:]))
 
 

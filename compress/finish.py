@@ -86,6 +86,7 @@ def _provenance(run: Run, report: dict[str, Any]) -> dict[str, Any]:
         "calibration": _calibration(run),
         "source": run.job.model,
         "source_fingerprint": run.checkpoint.fingerprint,
+        "kept_tensors": sorted(run.checkpoint.tensors.keys() - run.model.state_dict().keys()),
         "report": report,
     }
 
@@ -96,6 +97,6 @@ def _check_finished(run: Run, folder: Path) -> None:
     done = {row.name for row in run.state.rows}
     if planned != done:
         raise CheckFailed(f"not as planned: {', '.join(sorted(planned ^ done))}")
-    failed = [check for check in verify_checkpoint(folder).checks if not check.ok]
-    if failed:
-        raise CheckFailed("; ".join(f"{check.name}: {check.detail}" for check in failed))
+    failures = verify_checkpoint(folder, run.checkpoint.path).failures
+    if failures:
+        raise CheckFailed("; ".join(failures))

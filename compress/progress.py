@@ -2,17 +2,13 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 _PLAIN_INTERVAL_S = 5.0
 
 
-class Ticker(Protocol):
-    """Called as work advances by `steps`, with a short note about the latest step."""
-
-    def __call__(self, steps: int = 1, note: str = "") -> None: ...
+Ticker = Callable[..., None]  # (steps=1, note=""): work advanced, and what the latest step was
 
 
 @contextmanager

@@ -155,11 +155,11 @@ def _resolve(options: ServeEvalOptions) -> dict[str, Subject]:
     names = {MODEL: options.model}
     if options.baseline is not None:
         names[BASELINE] = options.baseline
-    return {role: _open(name, offline=options.offline) for role, name in names.items()}
+    return {role: _open(name, options) for role, name in names.items()}
 
 
-def _open(name: str, *, offline: bool) -> Subject:
-    path = resolve_model(name, offline=offline)
+def _open(name: str, options: ServeEvalOptions) -> Subject:
+    path = resolve_model(name, offline=options.offline, quiet=options.quiet)
     return Subject(name=name, checkpoint=open_checkpoint(path), facts=inspect_checkpoint(path))
 
 

@@ -21,7 +21,7 @@ from compress.export.compare import (
     compare_untouched,
 )
 from compress.export.compressed_tensors import matches, read_linear
-from compress.export.inspect import packed_names, stored_bits
+from compress.export.inspect import packed_names, read_provenance, stored_bits
 from compress.export.packing import pack_to_int32
 from compress.export.writer import INDEX_FILE
 from compress.models.checkpoint import Checkpoint, open_checkpoint, read_header, read_json
@@ -113,10 +113,24 @@ def _check_tensors(subject: Subject, source: Checkpoint | None) -> Check:
     tensors = subject.checkpoint.tensors
     found = (tensor_problem(name, tensors, shape) for name, shape in subject.expected.items())
     problems = [problem for problem in found if problem is not None]
-    known = {*subject.expected, *subject.optional, *(source.tensors if source else ())}
-    known -= {f"{name}.weight" for name in subject.packed}
-    problems += [f"unexpected {name}" for name in tensors if name not in known]
-    return result("tensors", problems, f"{len(tensors)} tensors, all as the config says")
+    known = {*subject.expected, *subject.optional}
+    kept = _kept_tensors(subject, source) - known
+    others = [name for name in tensors if name not in known]
+    problems += [f"unexpected {name}" for name in others if name not in kept]
+    passed = f"{len(tensors)} tensors, all as the config says"
+    beside = f" or kept from the source ({', '.join(others)})" if others else ""
+    return result("tensors", problems, passed + beside)
+
+
+def _kept_tensors(subject: Subject, source: Checkpoint | None) -> set[str]:
+    """Tensors that may be there though the architecture does not name them, as those of a module
+    for multi-token prediction: the source has them, or the provenance says so.
+    """
+    if source is not None:
+        names = set(source.tensors)
+    else:
+        names = set((read_provenance(subject.checkpoint.path) or {}).get("kept_tensors", ()))
+    return names - {f"{name}.weight" for name in subject.packed}
 
 
 def _check_index(checkpoint: Checkpoint) -> Check:
@@ -142,10 +156,11 @@ def _check_finite(subject: Subject) -> Check:
 
 def _check_ignore(subject: Subject) -> Check:
     config = subject.checkpoint.config.get("quantization_config") or {}
+    modules = {*subject.linears, *(n.removesuffix(".weight") for n in subject.checkpoint.tensors)}
     problems = [
         f"entry {entry!r} names no Linear"
         for entry in config.get("ignore") or []
-        if not any(matches(name, entry) for name in subject.linears)
+        if not any(matches(name, entry) for name in modules)
     ]
     stored_packed = set(packed_names(subject.checkpoint))
     for name in subject.linears:

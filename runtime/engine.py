@@ -4,9 +4,9 @@ A step is: propose drafts, schedule, build the batch, run the decoder over it, a
 that has caught up with its known tokens choose the next ones. Scoring is the same path without the
 choice: the log-probability of each following token of the prompt is read off in chunks of rows.
 
-The environment variable OMP_WAIT_POLICY=PASSIVE should be set before torch is imported: with it a
-busy machine costs throughput in proportion; without it threads that wait in a spin loop for a
-descheduled one can make a step a hundred times slower.
+How OpenMP's threads wait matters much on CPUs: `compress/__init__.py` sets it, if it is imported
+before torch. Threads that spin for one that lost its core can make a step a hundred times slower;
+threads that sleep at once make small operations wait for their waking.
 """
 
 import time

@@ -1,7 +1,10 @@
-"""Where there is no GPU, choose Triton's interpreter before anything imports triton."""
+"""What must be chosen before anything imports torch or triton: how OpenMP waits (by importing
+`compress` first), and Triton's interpreter where there is no GPU.
+"""
 
 import os
 
+import compress  # noqa: F401, isort: skip
 import torch
 
 if not torch.cuda.is_available():

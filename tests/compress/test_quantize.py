@@ -118,6 +118,22 @@ def test_report_holds_what_scripts_rely_on(llama: Path, tmp_path: Path) -> None:
     assert provenance["source_fingerprint"] == open_checkpoint(llama).fingerprint
 
 
+def test_tensors_outside_the_architecture_are_kept(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_model("LlamaForCausalLM", tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    extra = {"mtp.norm.weight": torch.randn(96), "mtp.fc.weight": torch.randn(96, 192)}
+    save_file(tensors | extra, source / "model.safetensors", metadata={"format": "pt"})
+    report = module.quantize(job(source, tmp_path / "out"))
+    packed = open_checkpoint(tmp_path / "out")
+    assert all(torch.equal(packed.read(name), tensor) for name, tensor in extra.items())
+    assert "mtp.fc" in packed.config["quantization_config"]["ignore"]
+    assert "mtp.fc" in [row["name"] for row in report["left_in_float"]]
+    for against in (None, source):
+        assert verify_checkpoint(tmp_path / "out", against).failures == []
+
+
 def test_gptq_error_is_below_rtn(llama: Path, tmp_path: Path) -> None:
     errors = {}
     for recipe in ("gptq-w4a16", "rtn-w4a16"):
