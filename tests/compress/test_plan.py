@@ -15,9 +15,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(tiny_model("LlamaForCausalLM", tmp_path_factory.mktemp("plan") / "m"))
 
 
-def plan(checkpoint: Checkpoint, *overrides: str) -> Plan:
+def plan(checkpoint: Checkpoint, *overrides: str, calibration_tokens: int = 1024) -> Plan:
     recipe = load_recipe("rtn-w4a16", ["scheme.weights.group_size=32", *overrides])
-    return make_plan(checkpoint, family_of(checkpoint.config), recipe, calibration_tokens=1024)
+    family = family_of(checkpoint.config)
+    return make_plan(checkpoint, family, recipe, calibration_tokens=calibration_tokens)
 
 
 def test_plan_lists_every_linear(llama: Checkpoint) -> None:
@@ -103,3 +104,18 @@ def test_missing_linear_is_named(llama: Checkpoint) -> None:
     broken = Checkpoint(path=llama.path, config=llama.config, tensors=tensors)
     with pytest.raises(ValueError, match=f"no tensor {name}"):
         plan(broken)
+
+
+def test_peak_memory_grows_with_calibration_and_width_but_not_with_depth(
+    llama: Checkpoint, tmp_path: Path
+) -> None:
+    def peak(checkpoint: Checkpoint, calibration_tokens: int = 1024) -> int:
+        return plan(checkpoint, calibration_tokens=calibration_tokens).peak_memory_bytes
+
+    activations = 2 * 2 * 1000 * 96  # bf16 inputs and outputs of one block
+    assert peak(llama, 2024) - peak(llama) == activations
+    deep = tiny_model("LlamaForCausalLM", tmp_path / "deep", num_layers=5)
+    assert peak(open_checkpoint(deep)) == peak(llama)
+    wide = tiny_model("LlamaForCausalLM", tmp_path / "wide", intermediate_size=4096)
+    batch = 4 * 3 * (4096 - 160) * 4096  # fp32 outputs of the three Linears, for 4096 tokens
+    assert peak(open_checkpoint(wide)) - peak(llama) > batch / 2

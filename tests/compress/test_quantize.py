@@ -4,18 +4,21 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from compress import finish as finishing
 from compress import quantize as module
-from compress.calib.data import CalibrationSpec
+from compress.calib.collectors import InputStatistics
+from compress.calib.data import CalibrationSpec, load_calibration
 from compress.errors import CheckFailed
 from compress.export.compressed_tensors import read_linear, read_scheme
 from compress.export.verify import verify_checkpoint
 from compress.models.checkpoint import open_checkpoint
-from compress.models.family import FAMILIES
+from compress.models.family import FAMILIES, SharedInput
+from compress.models.load import load_tokenizer
 from compress.recipe import load_recipe
 from compress.run import QuantizeJob
 from compress.scheme import dequantize
@@ -95,6 +98,88 @@ def test_packed_model_computes_in_transformers_what_it_stands_for(
         got, expected = loaded(tokens).logits, reference.to(dtype)(tokens).logits
     tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+class Seen(NamedTuple):
+    """A finished run in fp32, and what each of its blocks was calibrated on."""
+
+    job: QuantizeJob
+    report: dict[str, Any]
+    inputs: list[torch.Tensor]
+    statistics: list[dict[SharedInput, InputStatistics]]
+
+
+@pytest.fixture(scope="module")
+def seen(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    inputs, statistics = [], []
+    work = module.collect_statistics
+
+    def collect(*args: Any, **kwargs: Any) -> dict[SharedInput, InputStatistics]:
+        inputs.append(args[3].clone())
+        statistics.append(work(*args, **kwargs))
+        return statistics[-1]
+
+    run = job(llama, tmp_path_factory.mktemp("seen") / "out", "scheme.weights.bits=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "collect_statistics", collect)
+        patch.setattr(module, "fast_dtype", lambda device: torch.float32)
+        report = module.quantize(run)
+    return Seen(run, report, inputs, statistics)
+
+
+def test_blocks_read_what_the_quantized_blocks_before_them_wrote(seen: Seen, llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = load_calibration(seen.job.calibration, load_tokenizer(llama), offline=True).tokens
+    expected = {}
+    for path in (llama, seen.job.output):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            expected[path] = model(tokens, output_hidden_states=True).hidden_states
+    assert len(seen.inputs) == 3
+    for index, got in enumerate(seen.inputs):
+        torch.testing.assert_close(got, expected[seen.job.output][index], atol=1e-4, rtol=1e-4)
+    for index in (1, 2):
+        assert (seen.inputs[index] - expected[llama][index]).abs().max() > 0.1
+
+
+def test_relative_error_is_that_of_the_output_on_the_sample(seen: Seen, llama: Path) -> None:
+    source, packed = open_checkpoint(llama), open_checkpoint(seen.job.output)
+    scheme_for = read_scheme(packed.config)
+    reported = {row["name"]: row["relative_error"] for row in seen.report["layers"]}
+    expected = {}
+    for index, statistics in enumerate(seen.statistics):
+        for shared, stats in statistics.items():
+            for linear in shared.linears:
+                name = f"model.layers.{index}.{linear}"
+                scheme = scheme_for(name)
+                assert scheme is not None
+                weight = source.read(f"{name}.weight").double()
+                rounded = dequantize(read_linear(packed, name, scheme)).double()
+                x = stats.sample.double()
+                error = torch.linalg.norm(x @ weight.T - x @ rounded.T)
+                expected[name] = float(error / torch.linalg.norm(x @ weight.T))
+    assert reported == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tied"),
+    [
+        ([], False),
+        (["scheme.weights.bits=8", "scheme.weights.group_size=-1", "dtype=bfloat16"], False),
+        (["scheme.weights.symmetric=false", "dtype=float16"], True),
+        ([r"ignore=['re:model\.layers\.0\..*']"], True),
+    ],
+    ids=["sym", "channel-bf16", "asym-fp16-tied", "ignore-tied"],
+)
+def test_plan_foresees_the_size(overrides: list[str], tied: bool, tmp_path: Path) -> None:
+    source = tiny_model("Qwen2ForCausalLM", tmp_path / "float", tied=tied)
+    asked = job(source, tmp_path / "out", *overrides, recipe="rtn-w4a16")
+    _, _, plan = module.plan_job(asked)
+    size = module.quantize(asked)["bytes"]
+    assert plan.bytes_before == size["before"]
+    shapes = 16 * len(plan.linears)  # `weight_shape`, two int64
+    assert plan.bytes_after == size["after"] - shapes
 
 
 def test_asymmetric_checkpoint_passes_every_check(llama: Path, tmp_path: Path) -> None:
@@ -201,6 +286,31 @@ def test_unfinished_run_is_not_overwritten_silently(
     assert verify_checkpoint(out, llama).ok
 
 
+@pytest.mark.parametrize("changed", ["weights", "text"])
+def test_resume_refuses_other_weights_or_text(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source, text = tiny_model("LlamaForCausalLM", tmp_path / "m"), tmp_path / "text.txt"
+    text.write_text(TEXT.read_text())
+    spec = CalibrationSpec(source=str(text), num_samples=6, length=32, seed=0)
+    asked = job(source, tmp_path / "out", calibration=spec, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "finish", fail_at_call(1, KeyboardInterrupt(), module.finish))
+        with pytest.raises(KeyboardInterrupt):
+            module.quantize(asked)
+    if changed == "text":
+        text.write_text(TEXT.read_text().replace("the", "teh"))
+    else:
+        tensors = load_file(source / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="another model, recipe, calibration set"):
+        module.quantize(asked)
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_runs_cannot_write_the_same_output(llama: Path, tmp_path: Path) -> None:
     from compress.resume import open_run
 
@@ -255,3 +365,26 @@ def test_forgotten_linear_fails_the_run(
     monkeypatch.setattr(module, "_planned_inputs", forgetful)
     with pytest.raises(CheckFailed, match=r"not as planned: model.layers.0.mlp.down_proj"):
         module.quantize(job(llama, tmp_path / "out"))
+
+
+def test_folder_that_is_not_sound_is_not_published(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    work = finishing.copy_side_files
+
+    def damage(source: Path, folder: Path) -> None:
+        work(source, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight_scale"][3] = torch.nan
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(finishing, "copy_side_files", damage)
+        with pytest.raises(CheckFailed, match=r"1\.mlp\.up_proj"):
+            module.quantize(job(llama, out))
+    assert not out.exists()
+    module.quantize(job(llama, out, resume=True))
+    assert verify_checkpoint(out, llama).ok
