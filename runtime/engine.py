@@ -56,7 +56,7 @@ class EngineConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """Counts since the engine was made. Acceptance length = verified_tokens / num_verified."""
+    """Counts since the engine was made."""
 
     num_steps: int = 0
     computed_tokens: int = 0
