@@ -55,3 +55,12 @@ def test_add_names_the_column_that_is_not_finite(value: float, full: bool) -> No
     x[1, 4] = value
     with pytest.raises(ValueError, match="not finite in column 4"):
         statistics(6, full).add(x)
+
+
+def test_sample_is_drawn_from_all_rows() -> None:
+    stats = InputStatistics(in_features=1, full=False, tokens_per_batch=100, device=CPU)
+    stats.add(torch.arange(1000.0).view(2, 500, 1))
+    rows = stats.sample[:, 0]
+    assert len(rows.unique()) == 100
+    in_tenths = torch.histc(rows, bins=10, min=0, max=1000)
+    assert in_tenths.min() >= 3  # 10 expected

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from compress import quantize as quantizing
 from compress import train_draft as module
 from compress.calib.data import CalibrationSpec
+from compress.calib.drafts.medusa import Stretch
 from compress.calib.drafts.trainer import TrainingConfig
 from compress.export.writer import write_safetensors
 from compress.recipe import load_recipe
@@ -124,6 +125,40 @@ def test_draft_of_a_deterministic_target_is_accepted(cycling: Path, tmp_path: Pa
     assert set(got[0][2:]) == set(range(2, 2 + CYCLE))
     assert engine.stats.accepted_tokens > 0.85 * engine.stats.drafted_tokens
     assert engine.stats.num_steps < 20, "40 tokens one by one take 40 steps"
+
+
+def test_held_out_sequences_are_not_trained_on(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every state is marked with the number of its sequence; a mark may be on one side only."""
+    work = module.collect
+
+    def mark(*args: Any, **kwargs: Any) -> list[module.Continuation]:
+        def marked(stretch: Stretch, number: int) -> Stretch:
+            return Stretch(torch.full_like(stretch.hidden, number), stretch.choices)
+
+        return [
+            module.Continuation(*(marked(stretch, number) for stretch in pair))
+            for number, pair in enumerate(work(*args, **kwargs))
+        ]
+
+    def train(heads: Any, training: Any, held_out: Any, *args: Any, **kwargs: Any) -> None:
+        learnt = set(training.hidden[:, 0].tolist())
+        tested = {number for part in held_out for number in part.hidden[:, 0].tolist()}
+        raise Split(learnt, tested)
+
+    monkeypatch.setattr(module, "collect", mark)
+    monkeypatch.setattr(module, "train_heads", train)
+    with pytest.raises(Split) as caught:
+        module.train_draft(job(llama, tmp_path / "draft"))
+    learnt, tested = caught.value.args
+    assert not learnt & tested
+    assert learnt | tested == set(range(40))
+    assert len(tested) == 4
+
+
+class Split(Exception):
+    """Which sequences a training would learn from, and which it would be tested on."""
 
 
 def test_report_says_what_was_done_and_is_saved(llama: Path, tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ def test_serve_eval_refuses(
         serve_eval(replace(options, **change))
 
 
+def test_serve_eval_names_a_baseline_of_too_short_a_context(
+    options: ServeEvalOptions, tmp_path: Path
+) -> None:
+    short = tiny_model("LlamaForCausalLM", tmp_path / "short", max_position_embeddings=32)
+    with pytest.raises(ValueError, match=f"does not fit the context of {short} .*= 32"):
+        serve_eval(replace(options, baseline=str(short)))
+
+
+@pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_serve_eval_auto_dtype_is_one_for_model_and_baseline(
+    fast: torch.dtype, options: ServeEvalOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the checkpoints store, here float32 and float16."""
+    half = tiny_model("LlamaForCausalLM", tmp_path / "half", dtype=torch.float16)
+    monkeypatch.setattr("compress.evalsuite.serve_eval.fast_dtype", lambda device: fast)
+    asked = replace(options, baseline=str(half), dtype="auto", workload="none", ppl_limit=1)
+    card = serve_eval(asked)["protocol"]
+    name = str(fast).removeprefix("torch.")
+    assert (card["model"]["dtype"], card["baseline"]["dtype"]) == (name, name)
+
+
 def test_serve_eval_refuses_models_that_tokenize_differently(
     options: ServeEvalOptions, models: dict[str, str]
 ) -> None:

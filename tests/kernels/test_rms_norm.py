@@ -43,6 +43,17 @@ def test_rms_norm_torch_rounds_before_the_weight(dtype):
         assert torch.equal(got, llama)
 
 
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=dtype_id)
+def test_rms_norm_triton_rounds_before_the_weight(dtype, device):
+    """Rounding once, after the weight, differs in about a quarter of the elements."""
+    x, weight = make(33, 576, dtype, device)
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    llama, fused = normed.to(dtype) * weight, (normed * weight.float()).to(dtype)
+    got = rms_norm_triton(x, weight, EPS)
+    assert (got != fused).float().mean() > 0.1
+    assert (got != llama).float().mean() < 0.01  # the fp32 sum has another order
+
+
 def test_rms_norm_triton_reads_rows_that_lie_apart(device):
     wide, weight = make(5, 96, torch.float32, device)
     x, weight = wide[:, 10:74], weight[:64]

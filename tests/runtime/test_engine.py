@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from compress.runtime.attention.base import affordable_blocks
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Completion, Request, SamplingParams
 
@@ -147,6 +149,58 @@ def test_preempted_requests_give_the_same_output(
         engine.blocks.check()
     assert engine.stats.preemptions > 0
     assert [done[f"r{i}"] for i in range(4)] == expected[PARAMS]
+
+
+def test_score_of_a_preempted_request_is_that_of_the_request_alone(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(llama, num_blocks=12, block_size=16, token_budget=40)
+    generating = SamplingParams(max_tokens=30, ignore_eos=True)
+    for i in range(3):
+        request = Request(request_id=f"r{i}", prompt_ids=prompts()[2][:30], params=generating)
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(engine.scheduler, "_can_admit", lambda: bool(engine.scheduler.waiting))
+    work, lost = engine.scheduler._preempt, []
+
+    def preempt(step: Any, request: Request) -> None:
+        lost.append(len(request.log_probs))
+        work(step, request)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt", preempt)
+    engine.add_request(Request(request_id="scored", prompt_ids=prompts()[3], params=None))
+    done = {}
+    while engine.has_unfinished:
+        done.update((c.request_id, c) for c in engine.step())
+    assert max(lost) > 0, "nothing had been scored when the request was preempted"
+    scores = done["scored"].log_probs
+    assert scores is not None
+    expected = load(llama, token_budget=512).score([prompts()[3]])[0]
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+def test_cache_takes_no_more_than_a_share_of_the_free_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, heads, block, head_dim, fp32
+    wanted = 8 * 128 // 16
+    for free_blocks, expected in ((10_000, wanted), (wanted * 4, wanted), (100, 25), (4, 1)):
+        memory = SimpleNamespace(available=free_blocks * block_bytes)
+        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+        engine = load(llama, num_blocks=None, max_model_len=128)
+        assert engine.blocks.num_blocks == expected
+    memory = SimpleNamespace(available=3 * block_bytes)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(ValueError, match=f"a block takes {block_bytes} bytes"):
+        load(llama, num_blocks=None, max_model_len=128)
+
+
+def test_cache_on_a_gpu_is_sized_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1000, 10**9))
+    device = torch.device("cuda")
+    assert affordable_blocks(10, device, wanted=1000) == 80
+    assert affordable_blocks(10, device, wanted=7) == 7
 
 
 def test_fork_shares_blocks_and_leaves_the_parent_alone(

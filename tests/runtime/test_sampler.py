@@ -82,6 +82,15 @@ def test_sample_top_k_stays_inside_the_k_most_likely(top_k: int) -> None:
     assert len(drawn) > min(top_k, 130) * 0.8
 
 
+def test_sample_top_p_counts_the_mass_that_top_k_left() -> None:
+    """Of the two most likely the first has 4/7 >= 0.5; among all four it has only 0.4."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    rows = [SampledRow(SamplingParams(temperature=1, top_k=2, top_p=0.5), i) for i in range(200)]
+    assert {sample(logits, [row])[0] for row in rows} == {0}
+    rows = [SampledRow(SamplingParams(temperature=1, top_p=0.5), i) for i in range(200)]
+    assert {sample(logits, [row])[0] for row in rows} == {0, 1}
+
+
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999], ids=lambda p: f"p{p}")
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float) -> None:
     probs = torch.randn(330, generator=torch.Generator().manual_seed(3)).mul(2).softmax(-1)

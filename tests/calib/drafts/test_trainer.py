@@ -125,3 +125,39 @@ def test_no_time_gives_untrained_heads() -> None:
     heads, training = train(seconds=-1.0)
     assert (len(training.history), training.best, training.stopped) == (1, 0, "time")
     assert all(not tensor.any() for tensor in heads.state_dict().values())
+
+
+def test_loss_weighs_head_i_by_decay_to_the_i(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of plain gradient descent moves each head in proportion to its weight."""
+
+    def descent(parameters: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr)
+
+    monkeypatch.setattr("torch.optim.AdamW", descent)
+    one_step = {"max_rounds": 1, "batch_size": 500, "warmup_steps": 1, "learning_rate": 1e-4}
+    equal, decayed = (train(decay=decay, **one_step)[0] for decay in (1.0, 0.25))
+    for i in range(HEADS):
+        ours, theirs = decayed.blocks[i].layers[0].bias, equal.blocks[i].layers[0].bias
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours, 0.25**i * theirs, rtol=1e-3, atol=0)
+
+
+def test_learning_rate_warms_up_and_falls_along_a_half_cosine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates: list[float] = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            rates.append(self.param_groups[0]["lr"])
+            super().step(closure)
+
+    monkeypatch.setattr("torch.optim.AdamW", Watched)
+    train(max_rounds=3, patience=9, warmup_steps=10, learning_rate=0.5)
+    total = 3 * 16
+    cosine = [0.25 * (1 + math.cos(math.pi * step / total)) for step in range(total)]
+    rise = [min((step + 1) / 10, 1.0) for step in range(total)]
+    assert rates == pytest.approx([a * b for a, b in zip(cosine, rise, strict=True)])
+    assert rates[0] == pytest.approx(0.05)
+    assert max(rates) == rates[9]
+    assert rates[-1] < 0.01 * rates[9]
