@@ -206,16 +206,19 @@ def train_draft(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path("demo"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")] = Path(
+        "demo-w4a16"
+    ),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     json_file: JsonFile = None,
     verbose: Verbose = False,
 ) -> None:
     """Quantize the demo model and measure it beside the original: the tool in one command."""
     report = ["--json", str(json_file)] if json_file else []
+    packed = str(output) if output.is_absolute() else f"./{output}"  # a folder, never the model
     for arguments in (
-        ["quantize", "demo", "-o", str(output), *(["--force"] if force else [])],
-        ["serve-eval", str(output), "--baseline", "demo", "--ppl-limit", "8", *report],
+        ["quantize", "demo", "-o", packed, *(["--force"] if force else [])],
+        ["serve-eval", packed, "--baseline", "demo", "--ppl-limit", "8", *report],
     ):
         print(f"$ compress {' '.join(arguments)}", flush=True)
         sys.argv[1:] = arguments  # the protocol card shows the command that makes the figures

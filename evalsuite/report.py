@@ -100,6 +100,12 @@ def cautions(report: Mapping[str, Any]) -> list[str]:
         )
     if any(len(entry[RATES[0]]["runs"]) == 1 for entry in entries):
         found.append("a single repeat: the speeds have no error bar")
+    same = report.get("speculation", {}).get("identical_outputs", 1.0)
+    if same < 1:
+        found.append(
+            f"with the draft {same:.0%} of the outputs are the same tokens as without: in low "
+            "precision a near tie falls by the rows that happen to be computed together"
+        )
     dtypes = {report["protocol"][role]["dtype"] for role in ("model", *_baseline(report))}
     if len(dtypes) > 1:
         found.append(f"model and baseline ran in different dtypes ({', '.join(sorted(dtypes))})")

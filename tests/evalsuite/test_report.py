@@ -150,3 +150,9 @@ def test_cautions_name_a_busy_machine_and_different_dtypes(report: dict[str, Any
     busy, dtypes = cautions(report)
     assert "other processes kept 1.5 CPUs busy" in busy
     assert "different dtypes (bfloat16, float32)" in dtypes
+
+
+def test_cautions_name_outputs_that_differ_with_a_draft(report: dict[str, Any]) -> None:
+    report["speculation"] = {"throughput": [], "identical_outputs": 0.75}
+    (caution,) = cautions(report)
+    assert caution.startswith("with the draft 75% of the outputs are the same tokens")
