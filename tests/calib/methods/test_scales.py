@@ -164,11 +164,13 @@ def test_importance_and_norm_change_what_is_chosen(other: ScaleSearch, symmetric
 
 
 def test_asymmetric_range_is_shrunk_when_an_outlier_costs_more_than_clipping() -> None:
-    weight = torch.cat([weights(1, 511).clamp(-1, 1), torch.tensor([[2.0]])], dim=1)
-    scheme = WeightScheme(bits=3, group_size=-1, symmetric=False)
+    generator = torch.Generator().manual_seed(0)
+    even = 2 * torch.rand(1, 511, generator=generator) - 1
+    weight = torch.cat([even, torch.tensor([[2.0]])], dim=1)
+    scheme = WeightScheme(bits=2, group_size=-1, symmetric=False)
     search, minmax = ScaleSearch(), ScaleSearch(kind="minmax")
     shrunk, whole = (
         find_scales(weight, torch.ones(512), scheme, kind, torch.float32)[0].item()
         for kind in (search, minmax)
     )
-    assert shrunk < 0.95 * whole
+    assert shrunk < 0.8 * whole
