@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
@@ -21,6 +24,7 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="Recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
+P = ParamSpec("P")
 _UsageError: Any = typer.BadParameter.__base__  # of the click that this typer carries
 _settings = {"verbose": False}
 
@@ -31,8 +35,12 @@ def _set_verbose(value: bool) -> None:
 
 def _check_json(file: Path | None) -> Path | None:
     """Refuse a report file that could not be written, before the work that it reports."""
-    if file is not None and not _to_stdout(file) and not file.resolve().parent.is_dir():
+    if file is None or _to_stdout(file):
+        return file
+    if not file.resolve().parent.is_dir():
         raise typer.BadParameter(f"no folder {file.resolve().parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+        raise typer.BadParameter(f"cannot write {file}")
     return file
 
 
@@ -54,7 +62,23 @@ Verbose = Annotated[
 ]
 
 
+class _Interrupted(Exception):
+    """Ctrl-C, in a form that typer does not turn into a plain exit."""
+
+
+def _interruptible(command: Callable[P, None]) -> Callable[P, None]:
+    @wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise _Interrupted(_one_line(error, "interrupted")) from error
+
+    return wrapper
+
+
 @app.command()
+@_interruptible
 def quantize(
     model: Model,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write.")] = None,
@@ -112,6 +136,7 @@ def quantize(
 
 
 @app.command("serve-eval")
+@_interruptible
 def serve_eval(
     model: Model,
     baseline: Annotated[
@@ -167,6 +192,7 @@ def serve_eval(
 
 
 @app.command("train-draft")
+@_interruptible
 def train_draft(
     target: Annotated[str, typer.Argument(help="Checkpoint that the draft will speed up.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
@@ -226,6 +252,7 @@ def demo(
 
 
 @app.command()
+@_interruptible
 def verify(
     checkpoint: Checkpoint,
     against: Annotated[
@@ -307,7 +334,8 @@ def _write_json(file: Path | None, values: dict[str, Any]) -> None:
     elif file is not None:
         from compress.export.writer import open_atomic
 
-        with open_atomic(file) as stream:
+        is_device = file.exists() and not file.is_file()  # /dev/null, a pipe: not to be replaced
+        with file.open("wb") if is_device else open_atomic(file) as stream:
             stream.write((text + "\n").encode())
 
 
@@ -333,13 +361,16 @@ def run(arguments: list[str]) -> int:
         app(args=arguments, standalone_mode=False)
     except _UsageError as error:
         return _fail(error.format_message(), EXIT_BAD_USAGE)
-    except (KeyboardInterrupt, typer.Abort) as error:
-        return _fail(_one_line(error, "interrupted"), EXIT_INTERRUPTED)
+    except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
+        return _fail(str(error) or "interrupted", EXIT_INTERRUPTED)
     except CheckFailed as error:
         return _fail(_one_line(error), EXIT_CHECK_FAILED)
     except (ValueError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         return _fail(_one_line(error), EXIT_CHECK_FAILED if full else EXIT_BAD_USAGE)
+    except Exception as error:  # a bug, or input of a kind that no check has thought of
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        return _fail(f"unexpected {reason} (-v shows where)", EXIT_CHECK_FAILED)
     return 0
 
 

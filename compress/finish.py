@@ -97,6 +97,6 @@ def _check_finished(run: Run, folder: Path) -> None:
     done = {row.name for row in run.state.rows}
     if planned != done:
         raise CheckFailed(f"not as planned: {', '.join(sorted(planned ^ done))}")
-    failures = verify_checkpoint(folder, run.checkpoint.path).failures
+    failures = verify_checkpoint(folder).failures
     if failures:
         raise CheckFailed("; ".join(failures))

@@ -38,6 +38,7 @@ from compress.models.load import (
     build_skeleton,
     dematerialize,
     load_tokenizer,
+    map_large_tensors,
     materialize,
     resolve_model,
 )
@@ -60,8 +61,11 @@ def plan_job(job: QuantizeJob) -> tuple[Checkpoint, ModelFamily, Plan]:
 def quantize(job: QuantizeJob) -> dict[str, Any]:
     """Run `job` and return its report. Raises CheckFailed if the result is not what was planned."""
     started = time.monotonic()
+    map_large_tensors()
     check_free(job.output, force=job.force)
     checkpoint, family, plan = plan_job(job)
+    if checkpoint.path.resolve().is_relative_to(job.output.resolve()):
+        raise ValueError(f"{job.output}: holds the source, which would be deleted with it")
     tokenizer = load_tokenizer(checkpoint.path)
     data = load_calibration(job.calibration, tokenizer, offline=job.offline)
     device = pick_device(job.device)
@@ -73,7 +77,7 @@ def quantize(job: QuantizeJob) -> dict[str, Any]:
             "recipe": job.recipe.to_dict(),
             "model": checkpoint.fingerprint,
             "calibration": data.sha256,
-            "compute": f"{device.type} {dtype}",
+            "compute": f"{device.type} {dtype}, {torch.get_num_threads()} threads",
         }
     )
     staging = staging_dir(job.output)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def print_plan(plan: "Plan") -> None:
     for linear in plan.linears:
         table.add_row(linear.name, f"{linear.shape[0]} x {linear.shape[1]}", linear.scheme.label)
     for row in plan.left_in_float:
-        table.add_row(row.name, "", f"float: {row.reason}", style="dim")
+        table.add_row(escape(row.name), "", escape(f"float: {row.reason}"), style="dim")
     console = Console()
     console.print(table)
     console.print(
@@ -59,11 +60,13 @@ def print_quantize_report(report: dict[str, Any], output: str) -> None:
     console.print(table)
     for row in layers:
         if row["fallback"]:
-            console.print(f"fallback in {row['name']}: {row['fallback']}", style="yellow")
+            note = f"fallback in {row['name']}: {row['fallback']}"
+            console.print(note, style="yellow", markup=False)
     before, after = report["bytes"]["before"], report["bytes"]["after"]
     left = report["left_in_float"]
     console.print(
-        f"{output}: {len(layers)} Linears at {report['bits_per_weight']:.2f} bits per weight,"
+        f"{escape(output)}: {len(layers)} Linears at {report['bits_per_weight']:.2f} bits per"
+        f" weight,"
         f" {len(left)} left in float; weights {megabytes(before)} -> {megabytes(after)}"
         f" ({before / after:.2f}x smaller); {report['seconds']:.0f} s,"
         f" peak memory {megabytes(report['peak_rss_bytes'])}"
@@ -74,7 +77,7 @@ def print_draft_report(report: dict[str, Any], output: str) -> None:
     """What was trained on what, and how often each head is right on text held out."""
     per_head = ", ".join(f"{share:.1%}" for share in report["held_out_acceptance"])
     Console().print(
-        f"{output}: {report['kind']} draft for {report['target']['name']};"
+        f"{escape(output)}: {report['kind']} draft for {escape(report['target']['name'])};"
         f" held-out acceptance by head {per_head};"
         f" predicted acceptance length {report['predicted_acceptance_length']:.2f};"
         f" {report['seconds']:.0f} s, peak memory {megabytes(report['peak_rss_bytes'])}",
@@ -87,7 +90,7 @@ def print_verify_report(report: "VerifyReport") -> None:
     console = Console()
     for check in sorted(report.checks, key=lambda check: check.ok):
         mark = "[green]ok[/green]    " if check.ok else "[red]FAILED[/red]"
-        console.print(f"{mark} {check.name}: {check.detail}", highlight=False)
+        console.print(f"{mark} {check.name}: {escape(check.detail)}", highlight=False)
 
 
 def print_inspection(facts: dict[str, Any]) -> None:

@@ -117,6 +117,8 @@ def check_free(out: Path, *, force: bool) -> None:
         raise NotADirectoryError(f"{out}: exists and is not a folder")
     if not force:
         raise FileExistsError(f"{out}: exists already (--force replaces it)")
+    if out.is_mount():
+        raise FileExistsError(f"{out}: is a mount point; name a folder inside it")
     if any(out.iterdir()) and not (out / "config.json").is_file():
         raise FileExistsError(f"{out}: not a checkpoint folder, so --force does not replace it")
 

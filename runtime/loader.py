@@ -114,9 +114,17 @@ class _Reader:
         return self.linear([name], [self._config.vocab_size], self._config.hidden_size)
 
     def check_all_read(self) -> None:
-        """Raise ValueError if the checkpoint holds tensors that nothing has used."""
-        if self._unread:
-            names = sorted(self._unread)
+        """Raise ValueError if a part of the decoder holds tensors that nothing has used.
+
+        What lies outside it, as a module for multi-token prediction, is another reader's.
+        """
+        family = self._config.family
+        blocks = (f"{family.blocks}.{layer}" for layer in range(self._config.num_layers))
+        parts = (*blocks, family.embedding, family.final_norm, family.head)
+        names = sorted(
+            name for name in self._unread if name.startswith(tuple(f"{p}." for p in parts))
+        )
+        if names:
             raise ValueError(
                 f"{self._checkpoint.path}: {len(names)} tensors have no place in"
                 f" {self._config.family.architecture}, such as {names[0]!r}"

@@ -16,6 +16,7 @@ here, so that each step touches contiguous memory.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -42,7 +43,7 @@ class GPTQ:
     scale: ScaleSearch = field(default_factory=ScaleSearch)
 
     def __post_init__(self) -> None:
-        if self.damping <= 0 or self.block_size < 1:
+        if not 0 < self.damping < inf or self.block_size < 1:
             raise ValueError(
                 f"damping and block_size must be positive, got {self.damping}, {self.block_size}"
             )

@@ -14,6 +14,7 @@ chosen is what will be read back.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -39,7 +40,7 @@ class ScaleSearch:
     def __post_init__(self) -> None:
         if not 0 <= self.max_shrink < 1:
             raise ValueError(f"max_shrink must be in [0, 1), got {self.max_shrink}")
-        if self.steps < 1 or self.norm <= 0:
+        if self.steps < 1 or not 0 < self.norm < inf:
             raise ValueError(f"steps and norm must be positive, got {self.steps} and {self.norm}")
 
     @property

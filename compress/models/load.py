@@ -22,11 +22,20 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.source import resolve_model
 
-__all__ = ["build_skeleton", "dematerialize", "load_tokenizer", "materialize", "resolve_model"]
+__all__ = [
+    "build_skeleton",
+    "dematerialize",
+    "load_tokenizer",
+    "map_large_tensors",
+    "materialize",
+    "resolve_model",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _STALE_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old exporters, computed from the config now
 _MAX_NAMES_SHOWN = 3
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_MAPPED_BYTES = 4 << 20
 
 
 def build_skeleton(checkpoint: Checkpoint) -> nn.Module:
@@ -99,7 +108,7 @@ def dematerialize(module: nn.Module) -> None:
         empty = torch.empty_like(slot, device="meta")
         is_parameter = isinstance(slot, nn.Parameter)
         _assign(module, name, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
-    _trim_heap()
+    trim_heap()
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -157,7 +166,17 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _trim_heap() -> None:
+def map_large_tensors() -> None:
+    """Have glibc map every tensor of 4 MB or more by itself, so that freeing it returns its pages.
+
+    By default it moves sizes up to 32 MB to its heap once one has been freed, where they leave
+    holes that add up block by block.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def trim_heap() -> None:
     """Return free heap pages to the operating system.
 
     glibc serves tensors below 32 MB from its heap, where a freed one leaves a hole that the next

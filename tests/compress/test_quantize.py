@@ -21,6 +21,7 @@ from compress.models.family import FAMILIES, SharedInput
 from compress.models.load import load_tokenizer
 from compress.recipe import load_recipe
 from compress.run import QuantizeJob
+from compress.runtime.engine import Engine
 from compress.scheme import dequantize
 from tests.factory import tiny_model
 
@@ -215,8 +216,20 @@ def test_tensors_outside_the_architecture_are_kept(tmp_path: Path) -> None:
     assert all(torch.equal(packed.read(name), tensor) for name, tensor in extra.items())
     assert "mtp.fc" in packed.config["quantization_config"]["ignore"]
     assert "mtp.fc" in [row["name"] for row in report["left_in_float"]]
+    engine = Engine.load(tmp_path / "out", dtype="float32", device="cpu")
+    assert len(engine.score([[5, 6, 7]])[0]) == 2
     for against in (None, source):
         assert verify_checkpoint(tmp_path / "out", against).failures == []
+
+
+@pytest.mark.parametrize("place", ["itself", "parent"])
+def test_output_that_would_replace_the_source_is_refused(place: str, tmp_path: Path) -> None:
+    source = tiny_model("LlamaForCausalLM", tmp_path / "models" / "m")
+    (source.parent / "config.json").write_text("{}")
+    out = source if place == "itself" else source.parent
+    with pytest.raises(ValueError, match="holds the source"):
+        module.quantize(job(source, out, force=True))
+    assert open_checkpoint(source).tensors
 
 
 def test_gptq_error_is_below_rtn(llama: Path, tmp_path: Path) -> None:
