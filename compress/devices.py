@@ -1,5 +1,8 @@
 """Which device and which dtype a run computes in, when the user does not say."""
 
+import resource
+from pathlib import Path
+
 import torch
 
 DTYPES: dict[str, torch.dtype] = {
@@ -7,6 +10,19 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far.
+
+    Linux's own figure: `ru_maxrss` of a child starts from the size of the process that forked it.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,6 +1,5 @@
 """The end of a quantization: from part files to a checked checkpoint folder and its report."""
 
-import resource
 import shutil
 import time
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress import __version__
+from compress.devices import peak_rss_bytes
 from compress.errors import CheckFailed
 from compress.export.compressed_tensors import quantization_config
 from compress.export.inspect import write_provenance
@@ -62,7 +62,7 @@ def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         "recipe": run.job.recipe.to_dict(),
         "calibration": _calibration(run),
         "seconds": round(seconds, 2),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes(),
         "planned_peak_rss_bytes": run.plan.peak_memory_bytes,
         "bytes": {"before": run.checkpoint.num_bytes, "after": after.num_bytes},
         "bits_per_weight": 8 * packed / weights,

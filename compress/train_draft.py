@@ -15,7 +15,6 @@ by then is used. The hidden states stay in memory, 2 bytes x hidden size x token
 import hashlib
 import json
 import math
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from compress.calib.drafts.medusa import (
     make_examples,
 )
 from compress.calib.drafts.trainer import Acceptance, Training, TrainingConfig, train_heads
-from compress.devices import DTYPES, fast_dtype, pick_device
+from compress.devices import DTYPES, fast_dtype, peak_rss_bytes, pick_device
 from compress.export.draft import MedusaDraft, write_medusa
 from compress.export.writer import check_free, publish, staging_dir
 from compress.kernels.ops import select
@@ -153,7 +152,7 @@ def _train_medusa(job: TrainDraftJob) -> dict[str, Any]:
     )
     with _new_folder(job.output) as folder:
         report["seconds"] = round(time.monotonic() - started, 2)
-        report["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report["peak_rss_bytes"] = peak_rss_bytes()
         write_medusa(folder, draft, report)
         publish(folder, job.output, force=job.force)
     return report
