@@ -335,7 +335,7 @@ def _write_json(file: Path | None, values: dict[str, Any]) -> None:
         from compress.export.writer import open_atomic
 
         is_device = file.exists() and not file.is_file()  # /dev/null, a pipe: not to be replaced
-        with file.open("wb") if is_device else open_atomic(file) as stream:
+        with file.open("wb") if is_device else open_atomic(file.resolve()) as stream:
             stream.write((text + "\n").encode())
 
 
@@ -368,6 +368,8 @@ def run(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         return _fail(_one_line(error), EXIT_CHECK_FAILED if full else EXIT_BAD_USAGE)
+    except MemoryError as error:
+        return _fail(_one_line(error, "out of memory"), EXIT_CHECK_FAILED)
     except Exception as error:  # a bug, or input of a kind that no check has thought of
         reason = f"{type(error).__name__}: {_one_line(error)}"
         return _fail(f"unexpected {reason} (-v shows where)", EXIT_CHECK_FAILED)

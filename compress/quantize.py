@@ -30,7 +30,7 @@ from compress.calib.replay import collect_statistics, propagate
 from compress.devices import fast_dtype, pick_device
 from compress.export.compressed_tensors import pack_linear
 from compress.export.verify import check_part
-from compress.export.writer import check_free, publish, staging_dir, write_safetensors
+from compress.export.writer import check_free, check_keeps, publish, staging_dir, write_safetensors
 from compress.finish import finish
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.family import ModelFamily, SharedInput, family_of
@@ -64,8 +64,7 @@ def quantize(job: QuantizeJob) -> dict[str, Any]:
     map_large_tensors()
     check_free(job.output, force=job.force)
     checkpoint, family, plan = plan_job(job)
-    if checkpoint.path.resolve().is_relative_to(job.output.resolve()):
-        raise ValueError(f"{job.output}: holds the source, which would be deleted with it")
+    check_keeps(checkpoint.path, job.output)
     tokenizer = load_tokenizer(checkpoint.path)
     data = load_calibration(job.calibration, tokenizer, offline=job.offline)
     device = pick_device(job.device)

@@ -36,7 +36,7 @@ from compress.calib.drafts.medusa import (
 from compress.calib.drafts.trainer import Acceptance, Training, TrainingConfig, train_heads
 from compress.devices import DTYPES, fast_dtype, peak_rss_bytes, pick_device
 from compress.export.draft import MedusaDraft, write_medusa
-from compress.export.writer import check_free, publish, staging_dir
+from compress.export.writer import check_free, check_keeps, publish, staging_dir
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint
@@ -108,6 +108,7 @@ def _train_medusa(job: TrainDraftJob) -> dict[str, Any]:
     budget = 60 * job.max_minutes
     check_free(job.output, force=job.force)
     path = resolve_model(job.target, offline=job.offline, quiet=job.quiet)
+    check_keeps(path, job.output)
     prompts, data = _prompts(job, path)
     decoder = _load_target(job, path)
     fingerprint = decoder.source.fingerprint

@@ -126,7 +126,7 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     data = _evaluation_data(options, subjects)
     workloads = parse_workloads(options.workload)
     _check_lengths(options, subjects, workloads)
-    make_prompts = _prompt_maker(options, subjects[MODEL], data)
+    make_prompts = _prompt_maker(options, subjects, data)
     for workload in workloads:
         make_prompts(workload.num_requests, "check")  # raises now if the text is too short
     engines = _load_engines(options, subjects, _engine_config(options, workloads))
@@ -261,11 +261,12 @@ def _score(
 
 
 def _prompt_maker(
-    options: ServeEvalOptions, model: Subject, data: EvaluationData | None
+    options: ServeEvalOptions, subjects: Mapping[str, Subject], data: EvaluationData | None
 ) -> PromptMaker:
+    vocab_size = min(int(s.checkpoint.config["vocab_size"]) for s in subjects.values())
+
     def make_prompts(num: int, seed: str) -> list[list[int]]:
         if data is None:
-            vocab_size = model.checkpoint.config["vocab_size"]
             return random_prompts(vocab_size, num, options.prompt_tokens, seed)
         return text_prompts(data.tokens, num, options.prompt_tokens, seed)
 

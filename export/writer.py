@@ -112,6 +112,9 @@ def check_free(out: Path, *, force: bool) -> None:
     `force` replaces a checkpoint, it does not delete other people's folders.
     """
     if not out.exists():
+        parent = next(parent for parent in out.resolve().parents if parent.exists())
+        if not parent.is_dir():
+            raise NotADirectoryError(f"{out}: {parent} is not a folder")
         return
     if not out.is_dir():
         raise NotADirectoryError(f"{out}: exists and is not a folder")
@@ -121,6 +124,12 @@ def check_free(out: Path, *, force: bool) -> None:
         raise FileExistsError(f"{out}: is a mount point; name a folder inside it")
     if any(out.iterdir()) and not (out / "config.json").is_file():
         raise FileExistsError(f"{out}: not a checkpoint folder, so --force does not replace it")
+
+
+def check_keeps(source: Path, out: Path) -> None:
+    """Raise ValueError if replacing `out` would delete the checkpoint folder `source`."""
+    if source.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"{out}: holds the source, which would be deleted with it")
 
 
 def publish(staging: Path, out: Path, *, force: bool) -> None:

@@ -80,7 +80,12 @@ def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> torch.Tensor
 
     Understands `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before it).
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    current, older = config.get("rope_parameters"), config.get("rope_scaling")
+    if current and older and current != older:
+        raise ValueError("config has both rope_parameters and rope_scaling, and they differ")
+    rope = current or older or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"unsupported rope_parameters per layer type ({', '.join(rope)})")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise ValueError(f"unsupported rope_type {kind!r} (supported: {', '.join(_ROPE_TYPES)})")

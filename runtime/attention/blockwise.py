@@ -161,7 +161,10 @@ class _ShortStep:
         queries = queries.reshape(num_sequences, heads * rows * head_dim)
         queries = queries.index_select(0, plan.owner).view(items * heads, rows, head_dim)
 
-        s = torch.bmm(queries, k.view(items * heads, block_size, head_dim).transpose(1, 2))
+        keys = k.view(items * heads, block_size, head_dim).transpose(1, 2)
+        if queries.dtype == torch.float16:  # the unscaled product can exceed its range
+            queries, keys = queries.float(), keys.float()
+        s = torch.bmm(queries, keys)
         s = s.view(items, heads * rows * block_size)
         if not plan.in_order:
             s = s.index_select(0, plan.item_of)

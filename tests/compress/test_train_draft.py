@@ -273,6 +273,12 @@ def test_existing_output_is_replaced_only_with_force(llama: Path, tmp_path: Path
     assert (out / "model.safetensors").is_file()
 
 
+def test_output_that_would_replace_the_target_is_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match="holds the source"):
+        module.train_draft(job(llama, llama, force=True))
+    assert (llama / "tokenizer.json").is_file()
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_failure_while_writing_leaves_nothing(
     error: BaseException, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,16 @@ def test_blockwise_bfloat16_is_as_exact_as_plain_torch(step: str) -> None:
     assert errors[0] < 2 * max(errors[1], 2.0**-8)
 
 
+def test_blockwise_float16_survives_products_beyond_its_range() -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, windows=(0,))
+    pool = allocate_pool(spec, 2, BLOCK_SIZE, dtype=torch.float16, device=CPU)
+    backend = make_attention("blockwise", spec, pool, select("torch", CPU))
+    backend.plan(make_batch(Step((0,), (3,)), BlockManager(2, BLOCK_SIZE)))
+    q, k, v = torch.full((3, 2, 64), 80.0), torch.full((3, 1, 64), 80.0), torch.ones(3, 1, 64)
+    out = backend.forward(q.half(), k.half(), v.half(), 0)  # q k^T is 409600 before scaling
+    torch.testing.assert_close(out, torch.ones(3, 2, 64).half())
+
+
 def test_blockwise_ignores_garbage_in_dead_and_future_slots() -> None:
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     blocks.reserve("dead", 0, 40)

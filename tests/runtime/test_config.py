@@ -49,6 +49,19 @@ def test_rotary_frequencies_match_transformers(rope: dict[str, Any]) -> None:
     torch.testing.assert_close(old_style, theirs.inv_freq, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR_ROPE}, "both"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+    ],
+    ids=["two-places", "per-layer"],
+)
+def test_rotary_frequencies_refuse_what_is_ambiguous(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotary_frequencies(config, 64)
+
+
 def test_rotary_frequencies_refuse_an_unknown_type() -> None:
     with pytest.raises(ValueError, match="rope_type 'yarn'"):
         rotary_frequencies({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 64)
