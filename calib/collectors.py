@@ -5,6 +5,8 @@ Legend: N tokens seen, I in_features. A row x (I,) is the input of the Linear fo
   second_moment   (I, I) fp32   sum of x x^T: the Hessian of the layer-wise squared error, up to a
                                 factor (GPTQ, arXiv 2210.17323, eq. 3)
   mean_square     (I,)   fp32   its diagonal divided by N: how much an error in a column matters
+  mean_abs        (I,)   fp32   mean of |x|: how large a channel usually is (AWQ, arXiv 2306.00978)
+  absmax          (I,)   fp32   largest |x|: the outliers (SmoothQuant, arXiv 2211.10438)
   sample          (S, I)        some tokens of every batch, for measuring errors
 
 Products are accumulated in fp32 whatever the dtype of the inputs: a second moment summed in bf16 is
@@ -29,11 +31,15 @@ class InputStatistics:
     device: torch.device
     num_tokens: int = 0
     _moment: torch.Tensor = field(init=False)
+    _sum_abs: torch.Tensor = field(init=False)
+    _absmax: torch.Tensor = field(init=False)
     _sample: list[torch.Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         shape = (self.in_features,) * (2 if self.full else 1)
         self._moment = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._sum_abs = torch.zeros(self.in_features, dtype=torch.float32, device=self.device)
+        self._absmax = torch.zeros_like(self._sum_abs)
 
     def add(self, inputs: torch.Tensor) -> None:
         """Count `inputs` (..., I), any float dtype. Raises ValueError if one is not finite."""
@@ -49,7 +55,20 @@ class InputStatistics:
         if not torch.isfinite(checked).all():
             column = int((~torch.isfinite(checked)).nonzero()[0])
             raise ValueError(f"calibration input is not finite in column {column}")
+        magnitudes = rows.abs()
+        self._sum_abs += magnitudes.sum(0)
+        torch.maximum(self._absmax, magnitudes.amax(0), out=self._absmax)
         self.num_tokens += rows.shape[0]
+
+    def divide(self, scale: torch.Tensor) -> None:
+        """Make these the statistics of x / scale, in place; `scale` (I,) fp32, positive."""
+        if self.full:
+            self._moment /= torch.outer(scale, scale)
+        else:
+            self._moment /= scale.square()
+        self._sum_abs /= scale
+        self._absmax /= scale
+        self._sample = [(rows.float() / scale).to(rows.dtype) for rows in self._sample]
 
     @property
     def second_moment(self) -> torch.Tensor:
@@ -63,6 +82,16 @@ class InputStatistics:
         """(I,) fp32."""
         diagonal = self._moment.diagonal() if self.full else self._moment
         return diagonal / max(self.num_tokens, 1)
+
+    @property
+    def mean_abs(self) -> torch.Tensor:
+        """(I,) fp32, a fresh copy."""
+        return self._sum_abs / max(self.num_tokens, 1)
+
+    @property
+    def absmax(self) -> torch.Tensor:
+        """(I,) fp32, a fresh copy."""
+        return self._absmax.clone()
 
     @property
     def sample(self) -> torch.Tensor:

@@ -64,3 +64,39 @@ def test_sample_is_drawn_from_all_rows() -> None:
     assert len(rows.unique()) == 100
     in_tenths = torch.histc(rows, bins=10, min=0, max=1000)
     assert in_tenths.min() >= 3  # 10 expected
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "diagonal"])
+def test_mean_abs_and_absmax_are_those_of_every_batch(full: bool) -> None:
+    stats = statistics(9, full)
+    x = torch.randn(3, 11, 9, generator=torch.Generator().manual_seed(3))
+    for batch in x:
+        stats.add(batch)
+    rows = x.view(-1, 9)
+    torch.testing.assert_close(stats.mean_abs, rows.abs().mean(0))
+    assert torch.equal(stats.absmax, rows.abs().amax(0))
+    assert statistics(9, full).mean_abs.equal(torch.zeros(9))
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "diagonal"])
+def test_divide_gives_the_statistics_of_the_divided_inputs(full: bool) -> None:
+    x = torch.randn(3, 11, 9, generator=torch.Generator().manual_seed(4))
+    scale = torch.linspace(0.2, 5, 9)
+    divided, expected = statistics(9, full), statistics(9, full)
+    for batch in x:
+        divided.add(batch)
+        expected.add(batch / scale)
+    divided.divide(scale)
+    for name in ("mean_square", "mean_abs", "absmax", "sample"):
+        torch.testing.assert_close(getattr(divided, name), getattr(expected, name))
+    if full:
+        torch.testing.assert_close(divided.second_moment, expected.second_moment)
+    assert divided.num_tokens == expected.num_tokens
+
+
+def test_absmax_is_not_a_view_of_the_running_value() -> None:
+    stats = statistics(2)
+    stats.add(torch.ones(1, 2))
+    before = stats.absmax
+    stats.add(2 * torch.ones(1, 2))
+    assert before.equal(torch.ones(2))

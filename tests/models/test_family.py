@@ -49,6 +49,29 @@ def test_shared_inputs_are_what_the_block_computes(architecture: str, tmp_path) 
         assert shared.norm is None or outputs[shared.norm] is first
 
 
+@pytest.mark.parametrize("architecture", list(FAMILIES))
+def test_smoothing_sites_and_residual_writers_are_modules_of_the_block(
+    architecture: str, tmp_path
+) -> None:
+    checkpoint = open_checkpoint(tiny_model(architecture, tmp_path / "m"))
+    family = family_of(checkpoint.config)
+    block = build_skeleton(checkpoint).get_submodule(f"{family.blocks}.0")
+    consumers = [name for site in family.smoothing_sites for name in site.consumers]
+    assert sorted(consumers) == sorted(family.block_linears)  # each Linear in one site
+    for site in family.smoothing_sites:
+        channels = block.get_parameter(f"{site.producer}.weight").shape[0]
+        for name in site.consumers:
+            assert f"{name}.".startswith(f"{site.parent}.")
+            width = block.get_submodule(name).in_features
+            assert width % channels == 0
+            assert width == channels or site.heads is not None
+        if site.heads is not None:
+            assert channels % block.get_submodule(site.heads).head_dim == 0
+    hidden = checkpoint.config["hidden_size"]
+    for name in family.residual_writers:
+        assert block.get_submodule(name).out_features == hidden
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
