@@ -10,7 +10,7 @@ threads that sleep at once make small operations wait for their waking.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,6 +204,19 @@ class Engine:
         return [c.log_probs for c in completions if c.log_probs is not None]
 
     @torch.inference_mode()
+    def log_probs(self, sequence: list[int], num_rows: int) -> Iterator[torch.Tensor]:
+        """Log-probabilities of the whole vocabulary after each token but the last.
+
+        Yields consecutive slices (at most num_rows, V) fp32 on the engine's device; a row is made
+        when its slice is asked for, so that no more than one slice need be in memory.
+        """
+        hidden: list[torch.Tensor] = []
+        name = self._name()
+        self._run([Request(request_id=name, prompt_ids=sequence, params=None, hidden=hidden)])
+        for rows in torch.cat(hidden).split(num_rows):
+            yield self.decoder.logits(rows).log_softmax(dim=-1)
+
+    @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Run one iteration over the scheduled requests; the requests that it finished."""
         if self._proposer is not None:
@@ -293,7 +306,7 @@ class Engine:
         self.scheduler.remove(request)
         self._reset_proposer(request)
         del self._requests[request.request_id]
-        is_scored = request.params is None and reason != "abort"
+        is_scored = request.params is None and request.hidden is None and reason != "abort"
         return Completion(
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids),
@@ -307,6 +320,9 @@ class Engine:
     def _score_rows(self, item: ScheduledRequest, states: torch.Tensor) -> None:
         """Append the log-probability of the token after each computed row of a scored request."""
         first, request = item.start + 1, item.request
+        if request.hidden is not None:
+            request.hidden.append(states)
+            return
         targets = torch.tensor(request.prompt_ids[first : first + item.num_tokens])
         num_rows = max(_LOGITS_BYTES // (4 * self.decoder.config.vocab_size), 1)
         for first_row in range(0, len(states), num_rows):

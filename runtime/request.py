@@ -52,7 +52,8 @@ class SamplingParams:
 class Request:
     """One sequence on its way through the engine; the scheduler and the engine update it.
 
-    `params` None asks for a score: log-probabilities of the prompt's own tokens and no output.
+    `params` None asks for a score: log-probabilities of the prompt's own tokens and no output. A
+    score whose `hidden` is a list collects the final hidden states (n, H) there instead.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class Request:
     draft_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     log_probs: list[torch.Tensor] = field(default_factory=list)
+    hidden: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         # Nothing follows the last token of a scored sequence: it is predicted, never computed.

@@ -16,9 +16,11 @@ R rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
+from compress.errors import CheckFailed
 from compress.runtime.request import SamplingParams
 
 _MASK = 0xFFFFFFFF
@@ -33,8 +35,15 @@ class SampledRow:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
-    """One token id per row of `logits` (R, V) fp32."""
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    """One token id per row of `logits` (R, V) fp32.
+
+    Raises CheckFailed for logits that are not a number, +inf, or all -inf.
+    """
+    best, indices = logits.max(dim=-1)  # a NaN is larger than everything
+    for row, value in zip(rows, best.tolist(), strict=True):
+        if not isfinite(value):
+            raise CheckFailed(f"the logits of the token at position {row.position} are not finite")
+    tokens: list[int] = indices.tolist()
     for i, row in enumerate(rows):
         if not row.params.is_greedy:
             tokens[i] = _sample_row(logits[i], row)

@@ -130,6 +130,8 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.draft_ids.clear()
         request.log_probs.clear()
+        if request.hidden is not None:
+            request.hidden.clear()
         self.waiting.appendleft(request)
         step.preempted.append(request)
 

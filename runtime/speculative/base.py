@@ -58,10 +58,15 @@ PROPOSERS: dict[str, str] = {
 }
 
 
-def load_proposer(path: Path, target: Decoder) -> DraftProposer:
-    """The proposer saved in folder `path`, for `target`; ValueError if its kind is unknown."""
+def proposer_entry(path: Path) -> str:
+    """`module:function` that loads the draft of `path`; ValueError if its kind is unknown."""
     config = read_json(path / "config.json")
     architectures = config.get("architectures") or ["(none named in config.json)"]
-    module, function = lookup(PROPOSERS, architectures[0], "draft architecture").split(":")
+    return lookup(PROPOSERS, architectures[0], "draft architecture")
+
+
+def load_proposer(path: Path, target: Decoder) -> DraftProposer:
+    """The proposer saved in folder `path`, for `target`; ValueError if its kind is unknown."""
+    module, function = proposer_entry(path).split(":")
     load = cast(Callable[[Path, Decoder], DraftProposer], getattr(import_module(module), function))
     return load(path, target)

@@ -11,6 +11,7 @@ import torch
 from compress.runtime.attention.base import affordable_blocks
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Completion, Request, SamplingParams
+from compress.runtime.scheduler import Schedule
 
 VOCAB = 331
 PROMPT_LENGTHS = (1, 17, 33, 130)
@@ -178,6 +179,51 @@ def test_score_of_a_preempted_request_is_that_of_the_request_alone(
     assert scores is not None
     expected = load(llama, token_budget=512).score([prompts()[3]])[0]
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [8, 512], ids=["chunked", "whole"])
+@pytest.mark.parametrize("num_rows", [17, 1000])
+def test_log_probs_are_those_of_transformers_in_slices(
+    llama: Path, budget: int, num_rows: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    sequence = prompts()[3]
+    slices = list(load(llama, token_budget=budget).log_probs(sequence, num_rows))
+    assert [len(rows) for rows in slices[:-1]] == [num_rows] * (len(slices) - 1)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([sequence])).logits[0, :-1].double().log_softmax(-1)
+    torch.testing.assert_close(torch.cat(slices).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_log_probs_leave_the_engine_as_it_was(llama: Path) -> None:
+    engine = load(llama)
+    expected = engine.score([prompts()[1]])[0]
+    rows = torch.cat(list(engine.log_probs(prompts()[1], 5)))
+    assert not engine.has_unfinished
+    picked = rows.gather(1, torch.tensor(prompts()[1][1:])[:, None])[:, 0]
+    torch.testing.assert_close(picked, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(engine.score([prompts()[1]])[0], expected, rtol=0, atol=0)
+
+
+def test_log_probs_of_a_preempted_request_are_made_once(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(llama, token_budget=40)
+    work, steps = engine.scheduler.schedule, iter(range(100))
+
+    def schedule() -> Schedule:
+        step = work()
+        if next(steps) == 1:  # after the first chunk
+            engine.scheduler._preempt(step, step.scheduled.pop().request)
+            return work()
+        return step
+
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+    got = torch.cat(list(engine.log_probs(prompts()[3], 64)))
+    expected = torch.cat(list(load(llama, token_budget=512).log_probs(prompts()[3], 64)))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_cache_takes_no_more_than_a_share_of_the_free_memory(

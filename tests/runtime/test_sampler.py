@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from compress.errors import CheckFailed
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SampledRow, _nucleus, gumbel_noise, sample
 
@@ -15,6 +16,23 @@ def test_sample_greedy_takes_the_lowest_id_among_ties() -> None:
     logits = torch.zeros(2, 33)
     logits[0, [5, 17]] = 1.0
     assert sample(logits, [SampledRow(GREEDY, 0), SampledRow(GREEDY, 9)]) == [5, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "t1"])
+def test_sample_fails_on_logits_that_are_not_finite(params: SamplingParams, bad: float) -> None:
+    logits = torch.zeros(2, 33)
+    logits[1, 17] = bad
+    with pytest.raises(CheckFailed, match="token at position 9 are not finite"):
+        sample(logits, [SampledRow(params, 3), SampledRow(params, 9)])
+
+
+def test_sample_takes_minus_infinity_as_impossible() -> None:
+    logits = torch.full((1, 33), -math.inf)
+    with pytest.raises(CheckFailed, match="position 4 are not finite"):
+        sample(logits, [SampledRow(GREEDY, 4)])
+    logits[0, 7] = -3.0
+    assert sample(logits, [SampledRow(GREEDY, 4)]) == [7]
 
 
 def test_sample_with_top_k_one_is_greedy() -> None:
