@@ -21,7 +21,7 @@ Frantar et al., "GPTQ", 2022, section 4; https://github.com/IST-DASLab/gptq, `op
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from compress.lookup import lookup
 from compress.progress import Ticker
 
 MIN_WINDOW = 3  # two predictions: one alone has no error bar
+SLICE_ROWS = 128  # predictions whose whole vocabularies are in memory together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,24 +148,72 @@ def perplexity(
     protocol: str = "gptq",
     window: int = 2048,
     limit: int | None = None,
+    name: str = "model",
     tick: Ticker | None = None,
 ) -> Perplexity:
-    """Score `data` window by window with `target`; `tick` is called after each.
+    """Score `data` window by window with `target`, called `name` in errors; `tick` after each.
 
     Raises ValueError as `select_windows` does, CheckFailed when a log-probability is not finite.
     """
-    chosen = lookup(PROTOCOLS, protocol, "perplexity protocol")
     windows = select_windows(data, protocol=protocol, window=window, limit=limit)
-    losses = torch.stack([_window_losses(target, row, i, tick) for i, row in enumerate(windows)])
+    losses = torch.empty(len(windows), window - 1, dtype=torch.float64)
+    for i, row in enumerate(windows):
+        slices = target.log_probs(row.tolist(), SLICE_ROWS)
+        losses[i] = torch.cat(
+            [negative_log_likelihood(log_probs, part) for log_probs, part in zip_rows(slices, row)]
+        )
+        check_finite(losses[i], f"{name}: window {i}", "log-probability")
+        if tick is not None:
+            tick(note=f"perplexity of this window {losses[i].mean().exp().item():.2f}")
+    return summarize_losses(losses, data, protocol=protocol, name=name)
+
+
+def zip_rows(
+    slices: Iterable[torch.Tensor], row: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each slice (n, V) of the log-probabilities of window `row` (window,), with the n next tokens.
+
+    What the rows predict is the window without its first token.
+    """
+    done = 1
+    for log_probs in slices:
+        yield log_probs, row[done : done + len(log_probs)]
+        done += len(log_probs)
+    assert done == len(row), f"log-probabilities of {done - 1} tokens for a window of {len(row)}"
+
+
+def negative_log_likelihood(log_probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """-log p of `token_ids` (n,), one per row of `log_probs` (n, V): fp64 (n,) on the CPU."""
+    picked = log_probs.gather(1, token_ids.to(log_probs.device)[:, None])[:, 0]
+    return -picked.double().cpu()
+
+
+def check_finite(values: torch.Tensor, place: str, what: str) -> None:
+    """Raise CheckFailed if one of `values` (window - 1,), predictions of a window, is not finite.
+
+    `place` and `what` say in the message which window it is and what the values are.
+    """
+    if not bool(values.isfinite().all()):
+        position = int((~values.isfinite()).nonzero()[0]) + 1
+        raise CheckFailed(f"{place}, token {position}: the {what} is not finite")
+
+
+def summarize_losses(
+    losses: torch.Tensor, data: EvaluationData, *, protocol: str, name: str
+) -> Perplexity:
+    """Perplexity from negative log-likelihoods (num_windows, window - 1) fp64 under `protocol`."""
+    chosen, window = lookup(PROTOCOLS, protocol, "perplexity protocol"), losses.shape[1] + 1
     mean_nll = losses.mean().item()
-    error, method = _standard_error(losses)
+    error, method = standard_error(losses)
     value = losses.mean().exp().item()
     if not math.isfinite(value):
-        raise CheckFailed(f"perplexity overflows: mean negative log-likelihood {mean_nll:.1f} nats")
+        raise CheckFailed(
+            f"{name}: perplexity overflows: mean negative log-likelihood {mean_nll:.1f} nats"
+        )
     return Perplexity(
         value=value,
         stderr=value * error,
-        stderr_method=method,
+        stderr_method=f"delta method, {method}",
         mean_nll=mean_nll,
         tokens=losses.numel(),
         windows=losses.shape[0],
@@ -181,25 +230,10 @@ def perplexity(
     )
 
 
-def _window_losses(
-    target: EvaluationTarget, row: torch.Tensor, index: int, tick: Ticker | None
-) -> torch.Tensor:
-    """Negative log-likelihoods (window - 1,) fp64 of one window (window,)."""
-    (log_probs,) = target.score([row.tolist()])
-    assert log_probs.shape == (len(row) - 1,), f"score returned shape {tuple(log_probs.shape)}"
-    losses = -log_probs.double().cpu()
-    if not bool(losses.isfinite().all()):
-        position = int((~losses.isfinite()).nonzero()[0]) + 1
-        raise CheckFailed(f"window {index}, token {position}: the log-probability is not finite")
-    if tick is not None:
-        tick(note=f"perplexity of this window {losses.mean().exp().item():.2f}")
-    return losses
-
-
-def _standard_error(losses: torch.Tensor) -> tuple[float, str]:
-    """Standard error of the mean of `losses` (num_windows, predictions), and how it was taken."""
-    if len(losses) > 1:
-        means = losses.mean(dim=1)
-        return means.std().item() / math.sqrt(len(means)), "delta method, windows as clusters"
-    spread = losses.std().item() / math.sqrt(losses.numel())
-    return spread, "delta method, tokens of the only window as independent"
+def standard_error(values: torch.Tensor) -> tuple[float, str]:
+    """Standard error of the mean of `values` (num_windows, predictions), and how it was taken."""
+    if len(values) > 1:
+        means = values.mean(dim=1)
+        return means.std().item() / math.sqrt(len(means)), "windows as clusters"
+    spread = values.std().item() / math.sqrt(values.numel())
+    return spread, "tokens of the only window as independent"

@@ -8,6 +8,9 @@ The object holds, beside what else it says,
     perplexity  {value, stderr, tokens, windows, window, data_sha256, ...}, or null if not measured
     throughput  [{workload, prefill_tokens_per_s, decode_tokens_per_s, latency_ms, ...}]
     baseline    the same but the card, only if a baseline was measured
+    fidelity    {kl_mean, kl_stderr, kl_median, kl_p99, kl_max, top1_agreement, top1_stderr, ...}:
+                how far the model is from the baseline, in nats per prediction and as a share; only
+                with a baseline, null if perplexity was not measured or the vocabularies differ
     ratio       model / baseline: {bytes, bits_per_weight, perplexity {value, stderr}, throughput[]}
     speculation {acceptance_length, identical_outputs, throughput, speedup, ...}, only with a draft
 
@@ -17,7 +20,7 @@ of interleaved runs and then summarized, so it need not be the ratio of the medi
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -28,6 +31,7 @@ from compress.evalsuite.throughput import summarize
 
 _PIPE_WIDTH = 120  # rich takes 80 when it cannot know, which folds rows
 _QUIET_CPUS = 0.2  # more than this of other processes is a busy machine
+_SMALL_KL = 0.01  # nats; computing the float demo model in bfloat16 alone makes 0.0011
 
 RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
@@ -109,7 +113,21 @@ def cautions(report: Mapping[str, Any]) -> list[str]:
     dtypes = {report["protocol"][role]["dtype"] for role in ("model", *_baseline(report))}
     if len(dtypes) > 1:
         found.append(f"model and baseline ran in different dtypes ({', '.join(sorted(dtypes))})")
+    found.extend(_fidelity_cautions(report, dtypes))
     return found
+
+
+def _fidelity_cautions(report: Mapping[str, Any], dtypes: set[str]) -> list[str]:
+    if "baseline" not in report or report["perplexity"] is None:
+        return []
+    if report["fidelity"] is None:
+        return ["no KL to the baseline: its vocabulary has another size"]
+    if report["fidelity"]["kl_mean"] < _SMALL_KL and dtypes != {"float32"}:
+        return [
+            f"a KL as small as this holds the rounding of {', '.join(sorted(dtypes))} logits: "
+            "measure it with --dtype float32"
+        ]
+    return []
 
 
 def _baseline(report: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,6 +187,12 @@ def _quality_rows(columns: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     values = [column.get("perplexity") for column in columns.values()]
     if any(value is not None for value in values):
         rows.append(["perplexity", *(_perplexity(value) for value in values)])
+    distances = [column.get("fidelity") for column in columns.values()]
+    if any(distance is not None for distance in distances):
+        rows += [
+            [title, *("" if distance is None else show(distance) for distance in distances)]
+            for title, show in _FIDELITY_ROWS.items()
+        ]
     lengths = [column.get("acceptance_length") for column in columns.values()]
     if any(length is not None for length in lengths):
         rows.append(["acceptance length", *(_optional(length, ".2f") for length in lengths)])
@@ -235,6 +259,17 @@ def _optional(value: float | None, form: str) -> str:
 
 def _perplexity(score: Mapping[str, Any] | None) -> str:
     return "" if score is None else _with_error(score["value"], score["stderr"], 3)
+
+
+_FIDELITY_ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "KL to baseline, nats": lambda fidelity: _with_error(
+        fidelity["kl_mean"], fidelity["kl_stderr"], 5
+    ),
+    "  median / p99": lambda fidelity: f"{fidelity['kl_median']:.5f} / {fidelity['kl_p99']:.4f}",
+    "top-1 agreement, %": lambda fidelity: _with_error(
+        100 * fidelity["top1_agreement"], 100 * fidelity["top1_stderr"], 2
+    ),
+}
 
 
 def _rate(summary: Mapping[str, Any], column: str) -> str:

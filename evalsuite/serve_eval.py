@@ -4,7 +4,7 @@ The order of the work:
 
     1. resolve the models and check every option against them, before anything slow
     2. load the engines: the model, the baseline, and the model with its draft
-    3. perplexity of model and baseline on the same windows
+    3. perplexity of model and baseline on the same windows, and how far one is from the other
     4. each workload: warm up, then repeats that alternate between the engines
     5. one report (see report.py), with the card that says how it was measured (see card.py)
 
@@ -19,7 +19,9 @@ from typing import Any
 
 from compress.calib.data import evaluation_text
 from compress.devices import DTYPES, fast_dtype, pick_device
+from compress.evalsuite.assemble import BASELINE, DRAFT, MODEL, Subject, assemble
 from compress.evalsuite.card import environment, folder_sha256
+from compress.evalsuite.fidelity import Fidelity, compare
 from compress.evalsuite.perplexity import (
     PROTOCOLS,
     EvaluationData,
@@ -28,28 +30,24 @@ from compress.evalsuite.perplexity import (
     select_windows,
     tokenize,
 )
-from compress.evalsuite.report import rate_ratios, ratio
 from compress.evalsuite.throughput import (
     MIN_OUTPUT_TOKENS,
     WARMUP_OUTPUT_TOKENS,
     PromptMaker,
     Run,
-    acceptance_length,
-    identical_outputs,
     measure,
-    workload_report,
 )
 from compress.evalsuite.workload import Workload, parse_workloads, random_prompts, text_prompts
 from compress.export.inspect import inspect_checkpoint
 from compress.lookup import lookup
-from compress.models.checkpoint import Checkpoint, open_checkpoint
+from compress.models.checkpoint import open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
 from compress.progress import progress
 from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.speculative.base import proposer_entry
 
 _DTYPES = {"auto": None, **DTYPES}
 _DEVICES = dict.fromkeys(("auto", "cpu", "cuda"))
-MODEL, BASELINE, DRAFT = "model", "baseline", "model with draft"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,24 +96,6 @@ class ServeEvalOptions:
             raise ValueError("nothing to measure: ppl_data and workload are both 'none'")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """A checkpoint under evaluation; `name` is what the user called it.
-
-    `facts` is what `inspect_checkpoint` says of it.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    facts: dict[str, Any]
-
-    @property
-    def scheme(self) -> str:
-        """The schemes of its Linears, or the dtypes of a float checkpoint."""
-        schemes = [entry["scheme"] for entry in self.facts["schemes"]]
-        return ", ".join(schemes) or f"float ({', '.join(self.facts['dtypes'])})"
-
-
 def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     """Measure as `options` say and return the report: plain JSON values, see report.py.
 
@@ -130,20 +110,9 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     for workload in workloads:
         make_prompts(workload.num_requests, "check")  # raises now if the text is too short
     engines = _load_engines(options, subjects, _engine_config(options, workloads))
-    scores = _score(options, {role: engines[role] for role in subjects}, data)
-    runs = {
-        workload: measure(
-            engines,
-            workload,
-            make_prompts=make_prompts,
-            output_tokens=options.output_tokens,
-            repeats=options.repeats,
-            seed=options.seed,
-            quiet=options.quiet,
-        )
-        for workload in workloads
-    }
-    report = _assemble(subjects, scores, runs)
+    scores, fidelity = _score(options, subjects, engines, data)
+    runs = {workload: _measure(options, engines, workload, make_prompts) for workload in workloads}
+    report = assemble(subjects, scores, fidelity, runs)
     report["protocol"] = surroundings | _protocol(options, subjects, engines, data)
     return report
 
@@ -152,6 +121,8 @@ def _resolve(options: ServeEvalOptions) -> dict[str, Subject]:
     """Open the checkpoints by role; also check the folders that are needed only later."""
     if options.draft is not None and not options.draft.is_dir():
         raise FileNotFoundError(f"{options.draft}: no such draft folder")
+    if options.draft is not None:
+        proposer_entry(options.draft)
     names = {MODEL: options.model}
     if options.baseline is not None:
         names[BASELINE] = options.baseline
@@ -243,21 +214,57 @@ def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> 
 
 
 def _score(
-    options: ServeEvalOptions, engines: Mapping[str, Engine], data: EvaluationData | None
-) -> dict[str, Perplexity | None]:
+    options: ServeEvalOptions,
+    subjects: Mapping[str, Subject],
+    engines: Mapping[str, Engine],
+    data: EvaluationData | None,
+) -> tuple[dict[str, Perplexity | None], Fidelity | None]:
+    """Perplexities by role and, where model and baseline can be compared, fidelity."""
     if data is None:
-        return dict.fromkeys(engines)
+        return dict.fromkeys(subjects), None
     settings: dict[str, Any] = {
         "protocol": options.ppl_protocol,
         "window": options.ppl_window,
         "limit": options.ppl_limit,
     }
-    total = len(select_windows(data, **settings)) * len(engines)
+    total = len(select_windows(data, **settings)) * len(subjects)
     with progress("perplexity", total, quiet=options.quiet) as tick:
+        settings["tick"] = tick
+        if _comparable(subjects):
+            names = (subjects[MODEL].name, subjects[BASELINE].name)
+            both = compare(engines[MODEL], engines[BASELINE], data, names=names, **settings)
+            return {MODEL: both.model, BASELINE: both.baseline}, both.fidelity
         return {
-            role: perplexity(engine, data, tick=tick, **settings)
-            for role, engine in engines.items()
-        }
+            role: perplexity(engines[role], data, name=subject.name, **settings)
+            for role, subject in subjects.items()
+        }, None
+
+
+def _comparable(subjects: Mapping[str, Subject]) -> bool:
+    """Whether there are two models, and they predict over the same vocabulary."""
+    sizes = [subject.checkpoint.config["vocab_size"] for subject in subjects.values()]
+    return len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def _measure(
+    options: ServeEvalOptions,
+    engines: Mapping[str, Engine],
+    workload: Workload,
+    make_prompts: PromptMaker,
+) -> dict[str, list[Run]]:
+    """Runs of `workload` by role; each engine goes by its role and what the user called it."""
+    names = {MODEL: options.model, BASELINE: options.baseline, DRAFT: options.draft}
+    labels = {role: f"{role} {names[role]}" for role in engines}
+    runs = measure(
+        {labels[role]: engine for role, engine in engines.items()},
+        workload,
+        make_prompts=make_prompts,
+        output_tokens=options.output_tokens,
+        repeats=options.repeats,
+        seed=options.seed,
+        quiet=options.quiet,
+    )
+    return {role: runs[label] for role, label in labels.items()}
 
 
 def _prompt_maker(
@@ -271,65 +278,6 @@ def _prompt_maker(
         return text_prompts(data.tokens, num, options.prompt_tokens, seed)
 
     return make_prompts
-
-
-def _assemble(
-    subjects: Mapping[str, Subject],
-    scores: Mapping[str, Perplexity | None],
-    runs: Mapping[Workload, Mapping[str, list[Run]]],
-) -> dict[str, Any]:
-    """The report without its card."""
-    parts = {role: _part(role, subject, scores[role], runs) for role, subject in subjects.items()}
-    report = parts[MODEL]
-    if BASELINE in parts:
-        report["baseline"] = parts[BASELINE]
-        report["ratio"] = ratio(parts[MODEL], parts[BASELINE])
-    if any(DRAFT in by_role for by_role in runs.values()):
-        report["speculation"] = _speculation(report, runs)
-    return report
-
-
-def _part(
-    role: str,
-    subject: Subject,
-    score: Perplexity | None,
-    runs: Mapping[Workload, Mapping[str, list[Run]]],
-) -> dict[str, Any]:
-    return {
-        "model": subject.name,
-        "quantized": bool(subject.facts["schemes"]),
-        "size": {
-            "bytes": subject.facts["bytes"]["total"],
-            "parameters": subject.facts["num_weights"],
-            "bits_per_weight": subject.facts["bits_per_weight"]["overall"],
-            "quantized_bits_per_weight": subject.facts["bits_per_weight"]["quantized"],
-        },
-        "perplexity": None if score is None else asdict(score),
-        "throughput": [
-            workload_report(workload, by_role[role]) for workload, by_role in runs.items()
-        ],
-    }
-
-
-def _speculation(
-    model: Mapping[str, Any], runs: Mapping[Workload, Mapping[str, list[Run]]]
-) -> dict[str, Any]:
-    """What the draft changes: tokens per iteration, speed with / without, and the text itself."""
-    with_draft = [run for by_role in runs.values() for run in by_role[DRAFT]]
-    without = [run for by_role in runs.values() for run in by_role[MODEL]]
-    throughput = [
-        {
-            **workload_report(workload, by_role[DRAFT]),
-            "acceptance_length": acceptance_length(by_role[DRAFT]),
-        }
-        for workload, by_role in runs.items()
-    ]
-    return {
-        "acceptance_length": acceptance_length(with_draft),
-        "identical_outputs": identical_outputs(with_draft, without),
-        "throughput": throughput,
-        "speedup": rate_ratios(throughput, model["throughput"]),
-    }
 
 
 def _protocol(
@@ -365,6 +313,8 @@ def _protocol(
             "bos": chosen.bos,
             "limit": options.ppl_limit,
         }
+        if _comparable(subjects):
+            card["perplexity"]["fidelity"] = "KL(baseline || model), nats per predicted token"
     if parse_workloads(options.workload):
         card["throughput"] = {
             "workload": options.workload,

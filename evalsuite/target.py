@@ -4,6 +4,7 @@ Another engine is evaluated by writing these four members for it; nothing else o
 touched by the measurements.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from compress.runtime.request import Completion, Request
 
 
 class EvaluationTarget(Protocol):
-    """A loaded model that scores token sequences and serves requests.
+    """A loaded model that predicts the tokens of a text and serves requests.
 
     Serving is a loop in the caller's hands, so that requests can arrive while others run:
 
@@ -21,8 +22,11 @@ class EvaluationTarget(Protocol):
             for completion in target.step(): ...
     """
 
-    def score(self, sequences: list[list[int]]) -> list[torch.Tensor]:
-        """log p(token[i+1] | tokens[:i+1]) of each sequence, natural log, fp32 (length - 1,)."""
+    def log_probs(self, sequence: list[int], num_rows: int) -> Iterator[torch.Tensor]:
+        """Row i of all slices together is log p(every token | tokens[: i + 1]), (length - 1, V).
+
+        Natural log, fp32, in consecutive slices of `num_rows` rows, the last one with the rest.
+        """
         ...
 
     def add_request(self, request: Request) -> None:

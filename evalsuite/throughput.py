@@ -27,7 +27,8 @@ number and length of prompts, a few tokens of output.
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -35,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from compress.errors import CheckFailed
 from compress.evalsuite.contention import cpu_snapshot, foreign_cpus
 from compress.evalsuite.target import EvaluationTarget
 from compress.evalsuite.workload import Workload, arrival_times
@@ -199,7 +201,8 @@ def measure(
 ) -> dict[str, list[Run]]:
     """Warm every target up, then run `workload` `repeats` times on each, alternating.
 
-    Returns the runs per target; runs at the same place saw the same prompts and arrivals.
+    Returns the runs per target; runs at the same place saw the same prompts and arrivals. Raises
+    CheckFailed, with the name of the target, when what it computes is not finite.
     """
     if output_tokens < MIN_OUTPUT_TOKENS:
         raise ValueError(f"output tokens must be at least {MIN_OUTPUT_TOKENS}, got {output_tokens}")
@@ -211,7 +214,8 @@ def measure(
         warmup = make_prompts(workload.num_requests, f"{seed} {workload.label} warm-up")
         for name, target in targets.items():
             at_once = [0.0] * len(warmup)
-            serve(target, warmup, at_once, min(output_tokens, WARMUP_OUTPUT_TOKENS))
+            with _named(name):
+                serve(target, warmup, at_once, min(output_tokens, WARMUP_OUTPUT_TOKENS))
             tick(note=f"{name} warmed up")
         for repeat in range(repeats):
             run_seed = f"{seed} {workload.label} {repeat}"
@@ -219,11 +223,21 @@ def measure(
             arrivals = arrival_times(workload, run_seed)
             for name, target in targets.items():
                 before = cpu_snapshot()
-                run = serve(target, prompts, arrivals, output_tokens)
+                with _named(name):
+                    run = serve(target, prompts, arrivals, output_tokens)
                 foreign = foreign_cpus(before, cpu_snapshot())
                 runs[name].append(replace(run, foreign_cpus=foreign))
                 tick(note=name)
     return runs
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the target's name in front of what a failed check says."""
+    try:
+        yield
+    except CheckFailed as error:
+        raise CheckFailed(f"{name}: {error}") from None
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ in one run (see throughput.py). With `--ppl-data` it also compares perplexities.
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 
 from compress.calib.data import evaluation_text
@@ -25,8 +25,6 @@ from compress.lookup import lookup
 from compress.models.load import load_tokenizer, resolve_model
 from compress.runtime.engine import Engine
 from compress.runtime.request import Completion, Request
-
-_LOGIT_ROWS = 512  # rows of log-softmax at a time
 
 
 class TransformersTarget:
@@ -88,22 +86,11 @@ class TransformersTarget:
         ]
 
     @torch.inference_mode()
-    def score(self, sequences: list[list[int]]) -> list[torch.Tensor]:
-        """As in `EvaluationTarget`."""
-        results = []
-        for sequence in sequences:
-            ids = torch.tensor(sequence)
-            logits = self._model(ids[None], use_cache=False).logits[0, :-1]
-            losses = [
-                F.cross_entropy(
-                    logits[start : start + _LOGIT_ROWS].float(),
-                    ids[start + 1 :][:_LOGIT_ROWS],
-                    reduction="none",
-                )
-                for start in range(0, len(logits), _LOGIT_ROWS)
-            ]
-            results.append(-torch.cat(losses))
-        return results
+    def log_probs(self, sequence: list[int], num_rows: int) -> Iterator[torch.Tensor]:
+        """As in `EvaluationTarget`; the logits of the whole sequence are in memory at once."""
+        logits = self._model(torch.tensor([sequence]), use_cache=False).logits[0, :-1]
+        for rows in logits.split(num_rows):
+            yield rows.float().log_softmax(dim=-1)
 
 
 def main(
@@ -129,7 +116,7 @@ def main(
     data = tokenize(evaluation_text(source), load_tokenizer(path), source=source)
     if ppl_data != "none":
         for name, target in targets.items():
-            value = perplexity(target, data, limit=ppl_limit).value
+            value = perplexity(target, data, limit=ppl_limit, name=name).value
             print(f"{name}: perplexity {value:.5f} over {ppl_limit} windows of {source}, {dtype}")
     for load in parse_workloads(workload):
         runs = measure(

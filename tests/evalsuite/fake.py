@@ -5,7 +5,7 @@ yields its first token, or gives every running request its next `tokens_per_step
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ class FakeClock:
 
 
 class FakeTarget:
-    """Satisfies EvaluationTarget. `log_probs` (vocab, vocab): log p(next | previous token)."""
+    """Satisfies EvaluationTarget. `log_probs` (vocab, vocab): log p(next | previous)."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class FakeTarget:
         step_seconds: float = 1.0,
         tokens_per_step: int = 1,
     ) -> None:
-        self.log_probs = log_probs
+        self.table = log_probs
         self.clock = clock or FakeClock()
         self.step_seconds = step_seconds
         self.tokens_per_step = tokens_per_step
@@ -48,10 +48,10 @@ class FakeTarget:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
-    def score(self, sequences: list[list[int]]) -> list[torch.Tensor]:
-        assert self.log_probs is not None
-        self.scored += sequences
-        return [self.log_probs[ids[:-1], ids[1:]] for ids in map(torch.tensor, sequences)]
+    def log_probs(self, sequence: list[int], num_rows: int) -> Iterator[torch.Tensor]:
+        assert self.table is not None
+        self.scored.append(sequence)
+        yield from self.table[sequence[:-1]].split(num_rows)
 
     def add_request(self, request: Request) -> None:
         self.seen.append(list(request.prompt_ids))

@@ -76,8 +76,13 @@ def test_perplexity_scores_at_most_limit_windows(limit: int) -> None:
 def test_perplexity_fails_on_a_log_probability_that_is_not_finite(bad: float) -> None:
     log_probs = _uniform(3)
     log_probs[2, 0] = bad
-    with pytest.raises(CheckFailed, match="window 1, token 2"):
-        perplexity(FakeTarget(log_probs=log_probs), _data([0, 1, 1, 1, 2, 0]), window=3)
+    with pytest.raises(CheckFailed, match=r"^there/model: window 1, token 2: "):
+        perplexity(
+            FakeTarget(log_probs=log_probs),
+            _data([0, 1, 1, 1, 2, 0]),
+            window=3,
+            name="there/model",
+        )
 
 
 def test_perplexity_fails_when_it_overflows() -> None:

@@ -58,7 +58,19 @@ def report() -> dict[str, Any]:
         "model": {"dtype": "bfloat16"},
         "baseline": {"dtype": "bfloat16"},
     }
-    both = {"baseline": baseline, "ratio": ratio(model, baseline), "protocol": card}
+    both = {
+        "baseline": baseline,
+        "ratio": ratio(model, baseline),
+        "fidelity": {
+            "kl_mean": 0.05,
+            "kl_stderr": 0.0004,
+            "kl_median": 0.0123,
+            "kl_p99": 0.54321,
+            "top1_agreement": 0.9375,
+            "top1_stderr": 0.005,
+        },
+        "protocol": card,
+    }
     return model | both
 
 
@@ -100,17 +112,21 @@ def test_print_report_shows_original_packed_ratio_and_card(report: dict[str, Any
     assert "bits per weight 32.00 8.00 0.250" in rows
     assert "quantized layers alone 4.25" in rows
     assert "perplexity 20.000 +- 0.250 22.000 +- 0.250 1.111 +- 0.011" in rows
+    assert "KL to baseline, nats 0.05000 +- 0.00040" in rows
+    assert "median / p99 0.01230 / 0.5432" in rows
+    assert "top-1 agreement, % 93.75 +- 0.50" in rows
     assert "decode tokens/s, batch:1 15.0 +- 7.1 35.0 +- 7.1 2.75 +- 1.77" in rows
     assert "command compress serve-eval packed" in rows
     assert "hardware.gpus.0.name H200" in rows
 
 
 def test_print_report_without_baseline_or_perplexity(report: dict[str, Any]) -> None:
-    alone = {k: v for k, v in report.items() if k not in ("baseline", "ratio")}
+    alone = {k: v for k, v in report.items() if k not in ("baseline", "ratio", "fidelity")}
     alone |= {"perplexity": None, "throughput": _throughput(40.0)}
     text = _printed(alone)
     assert "ratio" not in text
     assert "perplexity" not in text
+    assert "KL" not in text
     assert "40.0" in text
     assert "+-" not in text  # one run has no deviation
     assert "beware: a single repeat" in text
@@ -150,6 +166,23 @@ def test_cautions_name_a_busy_machine_and_different_dtypes(report: dict[str, Any
     busy, dtypes = cautions(report)
     assert "other processes kept 1.5 CPUs busy" in busy
     assert "different dtypes (bfloat16, float32)" in dtypes
+
+
+def test_cautions_name_a_kl_as_small_as_rounding(report: dict[str, Any]) -> None:
+    report["fidelity"]["kl_mean"] = 0.002
+    (caution,) = cautions(report)
+    assert "rounding of bfloat16 logits" in caution
+    for part in ("model", "baseline"):
+        report["protocol"][part]["dtype"] = "float32"
+    assert cautions(report) == []
+
+
+def test_cautions_name_vocabularies_that_differ(report: dict[str, Any]) -> None:
+    report["fidelity"] = None
+    (caution,) = cautions(report)
+    assert "vocabulary has another size" in caution
+    report["perplexity"] = None  # nothing to compare was asked for
+    assert cautions(report) == []
 
 
 def test_cautions_name_outputs_that_differ_with_a_draft(report: dict[str, Any]) -> None:

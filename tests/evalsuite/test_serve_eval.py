@@ -10,10 +10,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from compress.evalsuite.report import print_report
+from compress.cli import run
+from compress.errors import CheckFailed
+from compress.evalsuite.report import cautions, print_report
 from compress.evalsuite.serve_eval import ServeEvalOptions, serve_eval
 from compress.runtime.speculative.base import PROPOSERS
-from tests.factory import tiny_model
+from tests.factory import tiny_model, tiny_tokenizer
 
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
@@ -75,6 +77,10 @@ def test_serve_eval_reports_every_promised_key(report: dict[str, Any]) -> None:
                 assert entry[rate]["std"] >= 0
             assert all(cpus >= 0 for cpus in entry["foreign_cpus"])
     assert report["perplexity"]["value"] != report["baseline"]["perplexity"]["value"]
+    fidelity = report["fidelity"]
+    assert fidelity["kl_mean"] > fidelity["kl_median"] > 0
+    assert 0 <= fidelity["top1_agreement"] < 1
+    assert (fidelity["tokens"], fidelity["windows"]) == (5 * 32, 5)
     size, other = report["size"], report["baseline"]["size"]
     assert 0 < size["bytes"] < other["bytes"]
     assert size["bits_per_weight"] == 32
@@ -111,6 +117,7 @@ def test_serve_eval_report_prints(report: dict[str, Any]) -> None:
     console = Console(width=120, record=True)
     print_report(report, console)
     text = console.export_text()
+    assert "KL to baseline, nats" in text
     assert "decode tokens/s, batch:3" in text
     assert "ttft p50 / p99 ms, rate:500x5" in text
     assert "compress serve-eval model" in text
@@ -122,7 +129,7 @@ def test_serve_eval_perplexity_repeats_exactly(
     alone = serve_eval(replace(options, baseline=None, workload="none"))
     assert alone["perplexity"] == report["perplexity"]
     assert alone["throughput"] == []
-    assert not {"baseline", "ratio", "speculation"} & alone.keys()
+    assert not {"baseline", "fidelity", "ratio", "speculation"} & alone.keys()
 
 
 def test_serve_eval_without_perplexity_prompts_with_random_tokens(
@@ -138,6 +145,26 @@ def test_serve_eval_baseline_of_itself_has_ratio_one(options: ServeEvalOptions) 
     result = serve_eval(replace(options, baseline=options.model, workload="none"))
     assert result["ratio"]["perplexity"] == {"value": 1.0, "stderr": 0.0}
     assert result["ratio"]["bytes"] == 1.0
+    assert (result["fidelity"]["kl_max"], result["fidelity"]["top1_agreement"]) == (0.0, 1.0)
+
+
+def test_serve_eval_without_perplexity_has_no_fidelity(options: ServeEvalOptions) -> None:
+    result = serve_eval(replace(options, ppl_data="none", workload="batch:1"))
+    assert result["fidelity"] is None
+    assert result["ratio"]["perplexity"] is None
+
+
+def test_serve_eval_of_vocabularies_of_two_sizes_has_no_fidelity(
+    options: ServeEvalOptions, tmp_path: Path
+) -> None:
+    """As of a model whose embedding was padded: same tokenizer, more rows."""
+    padded = tiny_model("LlamaForCausalLM", tmp_path / "padded", vocab=340)
+    tiny_tokenizer().save_pretrained(padded)
+    result = serve_eval(replace(options, baseline=str(padded), workload="none"))
+    assert result["baseline"]["perplexity"]["value"] > 1
+    assert result["fidelity"] is None
+    assert "fidelity" not in result["protocol"]["perplexity"]
+    assert any("vocabulary" in caution for caution in cautions(result))
 
 
 @pytest.fixture
@@ -175,6 +202,57 @@ def test_serve_eval_with_a_draft_reports_acceptance_and_equal_outputs(
     console = Console(width=120, record=True)
     print_report(result, console)
     assert "model + draft" in console.export_text()
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    """A model whose final norm makes every logit NaN."""
+    folder = tiny_model("LlamaForCausalLM", tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("role", ["model", "baseline"])
+def test_serve_eval_fails_when_speed_is_of_a_model_without_finite_logits(
+    options: ServeEvalOptions, broken: str, role: str
+) -> None:
+    change: dict[str, Any] = {"ppl_data": "none", "workload": "batch:1", role: broken}
+    with pytest.raises(CheckFailed, match=f"^{role} {broken}: the logits .* are not finite"):
+        serve_eval(replace(options, **change))
+
+
+@pytest.mark.parametrize("role", ["model", "baseline"])
+def test_serve_eval_names_the_model_whose_perplexity_is_not_finite(
+    options: ServeEvalOptions, broken: str, role: str
+) -> None:
+    change: dict[str, Any] = {"workload": "none", role: broken}
+    with pytest.raises(CheckFailed, match=f"^{broken}: window 0, token 1: the log-probability"):
+        serve_eval(replace(options, **change))
+
+
+def test_serve_eval_command_exits_1_on_a_model_without_finite_logits(
+    broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    sizes = ["--prompt-tokens", "9", "--output-tokens", "3", "--repeats", "1"]
+    asked = [broken, "--ppl-data", "none", "--workload", "batch:1", *sizes, "--json", str(file)]
+    assert run(["serve-eval", *asked, "-q"]) == 1
+    assert f"model {broken}: the logits" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_serve_eval_refuses_an_unknown_kind_of_draft_before_it_loads_an_engine(
+    options: ServeEvalOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("an engine was loaded")
+
+    monkeypatch.setattr("compress.evalsuite.serve_eval.Engine.load", load)
+    (tmp_path / "config.json").write_text('{"architectures": ["MedusaModl"]}')
+    with pytest.raises(ValueError, match="'MedusaModl'; did you mean 'MedusaModel'"):
+        serve_eval(replace(options, draft=tmp_path))
 
 
 @pytest.mark.parametrize(

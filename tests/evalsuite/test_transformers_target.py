@@ -30,10 +30,10 @@ def test_both_targets_serve_the_same_tokens_with_one_time_each(llama: Path) -> N
         assert ours.ttft > 0
 
 
-def test_both_targets_score_alike(llama: Path) -> None:
-    sequences = [list(range(2, 130)), [3, 9]]
-    theirs = TransformersTarget(llama, torch.float32).score(sequences)
-    ours = Engine.load(llama, dtype="float32", device="cpu").score(sequences)
+@pytest.mark.parametrize("sequence", [list(range(2, 130)), [3, 9]], ids=len)
+def test_both_targets_give_the_same_log_probabilities(llama: Path, sequence: list[int]) -> None:
+    theirs = TransformersTarget(llama, torch.float32).log_probs(sequence, 33)
+    ours = Engine.load(llama, dtype="float32", device="cpu").log_probs(sequence, 33)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
