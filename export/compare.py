@@ -13,8 +13,11 @@ to make up for earlier ones, 2.0 times (SmolLM2-135M, 2 to 8 bits). A code off b
 sqrt(12) = 3.5 times, wrong order, axis or sign far more: 3 tells them apart. Scales far too small
 would widen the second term, so the relative error is capped by a constant for each bit width too.
 
-The bound holds for methods that round the source's weights; one that rescales or rotates them first
-has no W to compare with.
+The step of a float8 code is not s but grows with the weight: at most |w| / 8 (3 bits of mantissa),
+and 2^-9 s near zero.
+
+The bound holds for methods that round the source's weights. One that rescales or rotates them first
+has no W to compare with: it lists those tensors in the provenance, and they are left out here.
 """
 
 import filecmp
@@ -24,15 +27,19 @@ import torch
 
 from compress.artifacts import QuantizedLinear
 from compress.export.checks import Check, Subject, result, same_bits
-from compress.export.compressed_tensors import read_linear
+from compress.export.formats import read_linear
+from compress.export.inspect import TRANSFORMED_KEY, read_provenance
 from compress.export.writer import side_files
 from compress.models.checkpoint import Checkpoint
 from compress.models.load import trim_heap
-from compress.scheme import code_range, dequantize
+from compress.scheme import FLOAT8_MAX, code_range, dequantize, spread_scale
 
 _MAX_ROUNDING_NOISE = 3.0
 # Above the largest relative errors of sound layers, GPTQ per channel: 0.93, 0.48, 0.25 and 0.024.
-_MAX_RELATIVE_ERROR: dict[int, float] = {2: 1.0, 3: 0.8, 4: 0.6, 8: 0.1}
+# Those of 5, 6 and 7 bits lie between on the same curve.
+_MAX_RELATIVE_ERROR = {2: 1.0, 3: 0.8, 4: 0.6, 5: 0.4, 6: 0.25, 7: 0.15, 8: 0.1}
+_FLOAT8_STEP = 2.0**-3  # of a code near w, relative to w
+_FLOAT8_LEAST = 2.0**-9  # smallest code above zero
 # Keys of config.json that quantizing may change.
 _CONFIG_MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "transformers_version"}
 
@@ -48,34 +55,58 @@ def compare_config(subject: Subject, source: Checkpoint) -> Check:
     return result("config", problems, "equal to the source's, quantization and dtype aside")
 
 
-def compare_untouched(subject: Subject, source: Checkpoint) -> Check:
-    """Every tensor of the source is there and equal, or its Linear is packed; nothing is added."""
+def transformed_tensors(subject: Subject) -> frozenset[str]:
+    """Names of the tensors that the provenance says are not the source's: rescaled or rotated."""
+    provenance = read_provenance(subject.checkpoint.path) or {}
+    return frozenset(provenance.get(TRANSFORMED_KEY) or ())
+
+
+def compare_untouched(
+    subject: Subject, source: Checkpoint, transformed: frozenset[str] = frozenset()
+) -> Check:
+    """Every tensor of the source is there and equal, or its Linear is packed; nothing is added.
+
+    Of `transformed` tensors only the presence is checked.
+    """
     checkpoint = subject.checkpoint
     packed = {f"{name}.{local}" for name in subject.packed for local in subject.layout(name)}
     replaced = {f"{name}.weight" for name in subject.packed}
-    problems, num_cast = [], 0
+    problems, num_cast, num_transformed = [], 0, 0
     kept = [name for name in source.tensors if name not in replaced]
     for name in kept:
         if name not in checkpoint.tensors:
             if name not in subject.optional:
                 problems.append(f"{name} of the source is missing")
             continue
+        if name in transformed:
+            num_transformed += 1
+            continue
         mine, theirs = checkpoint.read(name), source.read(name)
         num_cast += mine.dtype != theirs.dtype
         if not same_bits(mine, theirs.to(mine.dtype)):
             problems.append(f"{name} differs from the source")
-    added = checkpoint.tensors.keys() - source.tensors.keys() - packed
+    added = checkpoint.tensors.keys() - source.tensors.keys() - packed - subject.kv_scales
     problems += [f"{name} is not in the source" for name in sorted(added)]
-    passed = f"{len(kept)} tensors equal to the source's ({num_cast} after a cast)"
-    return result("untouched", problems, passed)
+    num_equal = len(kept) - num_transformed
+    passed = f"{num_equal} tensors equal to the source's ({num_cast} after a cast)"
+    return result("untouched", problems, passed + _not_compared(num_transformed))
 
 
-def compare_packed(subject: Subject, source: Checkpoint) -> tuple[Check, dict[str, float]]:
-    """Every packed Linear is its source within rounding; also ||W - W_hat|| / ||W|| by name."""
+def compare_packed(
+    subject: Subject, source: Checkpoint, transformed: frozenset[str] = frozenset()
+) -> tuple[Check, dict[str, float]]:
+    """Every packed Linear is its source within rounding; also ||W - W_hat|| / ||W|| by name.
+
+    Linears whose weight is among the `transformed` tensors are not compared.
+    """
     errors: dict[str, float] = {}
     problems = []
+    num_transformed = 0
     for name, scheme in subject.packed.items():
         weight_name = f"{name}.weight"
+        if weight_name in transformed:
+            num_transformed += 1
+            continue
         if not subject.is_intact(name):
             continue
         if (info := source.tensors.get(weight_name)) is None or info.shape != subject.linears[name]:
@@ -95,7 +126,7 @@ def compare_packed(subject: Subject, source: Checkpoint) -> tuple[Check, dict[st
             problems.append(f"{name} is off by {errors[name]:.3f}, rounding explains {bound:.3f}")
     worst = max(errors.values(), default=0.0)
     passed = f"{len(errors)} Linears within rounding of the source, worst {worst:.3f}"
-    return result("weights", problems, passed), errors
+    return result("weights", problems, passed + _not_compared(num_transformed)), errors
 
 
 def compare_side_files(subject: Subject, source: Checkpoint) -> Check:
@@ -113,10 +144,23 @@ def compare_side_files(subject: Subject, source: Checkpoint) -> Check:
 
 def relative_error_bound(linear: QuantizedLinear, weight: torch.Tensor) -> float:
     """Largest acceptable ||W - W_hat|| / ||W|| for `weight` (out, in); see the top of this file."""
-    noise = linear.scale.double().square().sum() * linear.group_size / 12
-    clipped = (weight - _clamp_to_range(weight, linear)).double().square().sum()
+    if linear.codes.dtype.is_floating_point:
+        scale = spread_scale(linear.scale, weight.shape, linear.block_size)
+        step = torch.maximum(weight.abs() * _FLOAT8_STEP, scale.abs() * _FLOAT8_LEAST)
+        noise = step.double().square().sum() / 12
+        inside = weight.clamp(-FLOAT8_MAX * scale.abs(), FLOAT8_MAX * scale.abs())
+    else:
+        noise = linear.scale.double().square().sum() * linear.group_size / 12
+        inside = _clamp_to_range(weight, linear)
+    clipped = (weight - inside).double().square().sum()
     bound = (_MAX_ROUNDING_NOISE**2 * noise + clipped).sqrt() / weight.double().norm()
     return min(_MAX_RELATIVE_ERROR[linear.bits], float(bound))
+
+
+def _not_compared(num_transformed: int) -> str:
+    if not num_transformed:
+        return ""
+    return f"; {num_transformed} rescaled or rotated before rounding, not compared"
 
 
 def _clamp_to_range(weight: torch.Tensor, linear: QuantizedLinear) -> torch.Tensor:

@@ -2,27 +2,33 @@
 
 Everything comes from `config.json`, the file headers and the 16 bytes of each `weight_shape`; no
 weight is read. The provenance file `compress.json` is written by the tools of this project beside
-the weights and never read by a loader.
+the weights and never read by a loader. Beside how the checkpoint was made it holds the SHA-256 of
+every tensor, and in `transformed_tensors` the names of those that were rescaled or rotated before
+they were rounded or stored, which are therefore not the source's.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from compress.export.compressed_tensors import read_scheme
+from compress.export.digests import DIGESTS_KEY, tensor_digests
+from compress.export.formats import (
+    CODE_TENSORS,
+    PACKED_TENSORS,
+    format_of,
+    read_kv_cache,
+    read_scheme,
+)
+from compress.export.patterns import is_embedding
 from compress.export.writer import PROVENANCE_FILE, write_json
 from compress.models.checkpoint import Checkpoint, open_checkpoint, read_json
 
 PROVENANCE_KEYS = ("version", "recipe", "calibration", "source_fingerprint", "report")
-_PACKED_KINDS = {
-    ".weight_packed": "codes",
-    ".weight_scale": "scales",
-    ".weight_zero_point": "zero points",
-    ".weight_shape": "shapes",
-}
+TRANSFORMED_KEY = "transformed_tensors"
+_KV_SCALES = ("k_scale", "v_scale")
 _SIZE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -51,45 +57,49 @@ class StoredBits:
 def inspect_checkpoint(path: Path) -> dict[str, Any]:
     """Describe the checkpoint folder `path` in plain values, ready for JSON.
 
-    Keys: `path, architecture, sizes, dtypes, num_weights, bytes {total, by kind}, bits_per_weight
-    {overall, quantized Linears}, schemes [{scheme, num_linears, linears}], provenance`. `linears`
-    has block numbers replaced by `*`. Raises what `open_checkpoint` and `read_scheme` raise.
+    Keys: `path, architecture, sizes, format, kv_cache, dtypes, num_weights, bytes {total, by kind},
+    bits_per_weight {overall, quantized Linears}, schemes [{scheme, num_linears, linears}],
+    provenance`. `linears` has block numbers replaced by `*`; `provenance` is without the digests.
+    Raises what `open_checkpoint` and `read_scheme` raise.
     """
     checkpoint = open_checkpoint(path)
     bits = stored_bits(checkpoint)
     config = checkpoint.config
+    kv_cache = read_kv_cache(config)
+    provenance = read_provenance(path)
+    if provenance is not None:
+        provenance.pop(DIGESTS_KEY, None)
     dtypes = {str(info.dtype).removeprefix("torch.") for info in checkpoint.tensors.values()}
     return {
         "path": str(path),
         "architecture": (config.get("architectures") or [None])[0],
         "sizes": {key: config[key] for key in _SIZE_KEYS if config.get(key) is not None},
+        "format": format_of(config).name if config.get("quantization_config") else None,
+        "kv_cache": kv_cache.label if kv_cache else None,
         "dtypes": sorted(dtypes),
         "num_weights": bits.num_weights,
         "bytes": {"total": checkpoint.num_bytes, "by_kind": _bytes_by_kind(checkpoint)},
         "bits_per_weight": {"overall": bits.overall, "quantized": bits.quantized},
         "schemes": _schemes(checkpoint),
-        "provenance": read_provenance(path),
+        "provenance": provenance,
     }
 
 
 def stored_bits(checkpoint: Checkpoint) -> StoredBits:
     """Count the weights of `checkpoint` and the bits per weight on disk.
 
-    A packed Linear without its `weight_shape` is damaged; its weights are not counted.
+    A packed Linear whose size cannot be told is damaged; its weights are not counted.
     """
-    float_weights = sum(
-        prod(info.shape)
-        for name, info in checkpoint.tensors.items()
-        if _kind(name, info.shape) not in _PACKED_KINDS.values()
-    )
-    shape_names = [f"{name}.weight_shape" for name in packed_names(checkpoint)]
-    shapes = [checkpoint.read(name).tolist() for name in shape_names if name in checkpoint.tensors]
-    packed_weights = sum(prod(shape) for shape in shapes)
-    packed_bytes = sum(
-        info.nbytes
-        for name, info in checkpoint.tensors.items()
-        if _kind(name, info.shape) in _PACKED_KINDS.values()
-    )
+    packed = packed_names(checkpoint)
+    packed_weights = sum(_num_weights(checkpoint, name) for name in packed)
+    packed_bytes = 0
+    float_weights = 0
+    names = set(packed)
+    for name, info in checkpoint.tensors.items():
+        if _packed_kind(name, names):
+            packed_bytes += info.nbytes
+        else:
+            float_weights += prod(info.shape)
     num_weights = float_weights + packed_weights
     return StoredBits(
         num_weights=num_weights,
@@ -99,9 +109,17 @@ def stored_bits(checkpoint: Checkpoint) -> StoredBits:
 
 
 def packed_names(checkpoint: Checkpoint) -> list[str]:
-    """Names of the Linears that are stored packed, in file order."""
-    suffix = ".weight_packed"
-    return [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+    """Names of the modules that are stored packed, in file order.
+
+    They have a tensor of codes that no float module has, or a `weight` with a scale beside it.
+    """
+    split = (name.rpartition(".") for name in checkpoint.tensors)
+    return [
+        module
+        for module, _, local in split
+        if local in CODE_TENSORS
+        or (local == "weight" and f"{module}.weight_scale" in checkpoint.tensors)
+    ]
 
 
 def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
@@ -109,12 +127,13 @@ def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
 
     Keys: `version` (of this package), `recipe`, `calibration` (`source`, `sha256`, ... of the data,
     None if none was used), `source_fingerprint` (of the float checkpoint) and `report`; others may
-    be added. ValueError if one is missing.
+    be added, and the digests of the tensors in `folder` are. ValueError if one is missing.
     """
     missing = [key for key in PROVENANCE_KEYS if key not in provenance]
     if missing:
         raise ValueError(f"provenance lacks {', '.join(missing)}")
-    write_json(folder / PROVENANCE_FILE, provenance)
+    digests = tensor_digests(open_checkpoint(folder))
+    write_json(folder / PROVENANCE_FILE, {**provenance, DIGESTS_KEY: digests})
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
@@ -123,11 +142,33 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     return read_json(file) if file.is_file() else None
 
 
-def _kind(name: str, shape: tuple[int, ...]) -> str:
-    for suffix, kind in _PACKED_KINDS.items():
-        if name.endswith(suffix):
-            return kind
-    if name.endswith("embed_tokens.weight"):
+def _num_weights(checkpoint: Checkpoint, name: str) -> int:
+    """Weights that packed module `name` stands for, 0 if its tensors do not tell."""
+    tensors = checkpoint.tensors
+    if f"{name}.weight" in tensors:
+        return prod(tensors[f"{name}.weight"].shape)
+    if f"{name}.weight_shape" in tensors:
+        return prod(checkpoint.read(f"{name}.weight_shape").tolist())
+    rows = tensors.get(f"{name}.g_idx", tensors.get(f"{name}.qweight"))
+    scales = tensors.get(f"{name}.scales")
+    return rows.shape[0] * scales.shape[-1] if rows and scales else 0
+
+
+def _packed_kind(name: str, packed: Collection[str]) -> str | None:
+    """What a tensor of a packed module holds, None for other tensors and for its bias."""
+    module, _, local = name.rpartition(".")
+    if module not in packed:
+        return None
+    return "codes" if local == "weight" else PACKED_TENSORS.get(local)
+
+
+def _kind(name: str, shape: tuple[int, ...], packed: Collection[str]) -> str:
+    if kind := _packed_kind(name, packed):
+        return kind
+    module, _, local = name.rpartition(".")
+    if local in _KV_SCALES:
+        return "KV cache scales"
+    if is_embedding(module):
         return "embedding"
     if name == "lm_head.weight":
         return "head"
@@ -135,9 +176,10 @@ def _kind(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _bytes_by_kind(checkpoint: Checkpoint) -> dict[str, int]:
+    packed = set(packed_names(checkpoint))
     total: dict[str, int] = {}
     for name, info in checkpoint.tensors.items():
-        kind = _kind(name, info.shape)
+        kind = _kind(name, info.shape, packed)
         total[kind] = total.get(kind, 0) + info.nbytes
     return total
 

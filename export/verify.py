@@ -5,28 +5,30 @@ source checkpoint it also does the comparisons of compare.py. `check_part` is th
 writing loop: what is on disk is what was meant, bit for bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from compress.artifacts import QuantizedLinear
 from compress.errors import CheckFailed
-from compress.export.checks import Check, Subject, result, same_bits, subject_of, tensor_problem
+from compress.export.checks import Check, Subject, differing_part, result, subject_of
 from compress.export.compare import (
     compare_config,
     compare_packed,
     compare_side_files,
     compare_untouched,
+    transformed_tensors,
 )
-from compress.export.compressed_tensors import matches, read_linear
+from compress.export.digests import DIGESTS_KEY, tensor_digests
+from compress.export.formats import Format, read_linear
 from compress.export.inspect import packed_names, read_provenance, stored_bits
-from compress.export.packing import pack_to_int32
+from compress.export.packed_checks import check_packed
+from compress.export.patterns import is_embedding, matches
 from compress.export.writer import INDEX_FILE
 from compress.models.checkpoint import Checkpoint, open_checkpoint, read_header, read_json
 from compress.models.family import family_of
-from compress.scheme import WeightScheme
+from compress.scheme import LinearScheme
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -69,16 +71,21 @@ def verify_checkpoint(path: Path, against: Path | None = None) -> VerifyReport:
     checks = [_check_tensors(subject, source), _check_finite(subject)]
     if (path / INDEX_FILE).is_file():
         checks.append(_check_index(subject.checkpoint))
+    if digests := _provenance(subject).get(DIGESTS_KEY):
+        checks.append(_check_digests(subject.checkpoint, digests))
     if subject.packed or packed_names(subject.checkpoint):
-        checks += [_check_ignore(subject), _check_fused(subject), *_check_packed(subject)]
+        checks += [_check_ignore(subject), _check_fused(subject), *check_packed(subject)]
+    if subject.kv_scales:
+        checks.append(_check_kv_scales(subject))
     relative_errors: dict[str, float] = {}
     if source is None:
         checks.append(_check_tokenizer(path))
     else:
-        weights, relative_errors = compare_packed(subject, source)
+        transformed = transformed_tensors(subject)
+        weights, relative_errors = compare_packed(subject, source, transformed)
         checks += [
             compare_config(subject, source),
-            compare_untouched(subject, source),
+            compare_untouched(subject, source, transformed),
             *([weights] if subject.packed else []),
             compare_side_files(subject, source),
         ]
@@ -92,26 +99,30 @@ def verify_checkpoint(path: Path, against: Path | None = None) -> VerifyReport:
     )
 
 
-def check_part(file: Path, linears: Mapping[str, QuantizedLinear], scheme: WeightScheme) -> None:
-    """Re-read the packed `linears` (by full name) from `file`; CheckFailed if any bit differs."""
+def check_part(
+    file: Path,
+    linears: Mapping[str, QuantizedLinear],
+    schemes: Mapping[str, LinearScheme],
+    format: Format,
+) -> None:
+    """Re-read the packed `linears` from `file`; CheckFailed unless each is what was meant.
+
+    Both mappings are by full name. Codes and zero points are compared bit for bit, scales by value:
+    a format that stores them in float16 may have been given them in another dtype.
+    """
     part = Checkpoint(path=file, config={}, tensors=read_header(file))
     for name, meant in linears.items():
         try:
-            stored = read_linear(part, name, scheme)
+            stored = read_linear(part, name, schemes[name], format)
         except ValueError as error:
             raise CheckFailed(str(error)) from None
-        for tensor, read_back, intended in (
-            ("weight_packed", stored.codes, meant.codes),
-            ("weight_scale", stored.scale, meant.scale),
-            ("weight_zero_point", stored.zero_point, meant.zero_point),
-        ):
-            if not same_bits(read_back, intended):
-                raise CheckFailed(f"{file}: {name}.{tensor} on disk is not what was written")
+        if different := differing_part(stored, meant):
+            raise CheckFailed(f"{file}: {name}: the {different} on disk are not what was written")
 
 
 def _check_tensors(subject: Subject, source: Checkpoint | None) -> Check:
     tensors = subject.checkpoint.tensors
-    found = (tensor_problem(name, tensors, shape) for name, shape in subject.expected.items())
+    found = (subject.tensor_problem(name) for name in subject.expected)
     problems = [problem for problem in found if problem is not None]
     known = {*subject.expected, *subject.optional}
     kept = _kept_tensors(subject, source) - known
@@ -129,8 +140,36 @@ def _kept_tensors(subject: Subject, source: Checkpoint | None) -> set[str]:
     if source is not None:
         names = set(source.tensors)
     else:
-        names = set((read_provenance(subject.checkpoint.path) or {}).get("kept_tensors", ()))
+        names = set(_provenance(subject).get("kept_tensors", ()))
     return names - {f"{name}.weight" for name in subject.packed}
+
+
+def _provenance(subject: Subject) -> dict[str, Any]:
+    return read_provenance(subject.checkpoint.path) or {}
+
+
+def _check_digests(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Check:
+    """The bytes of every tensor are those that were written with the provenance."""
+    found = tensor_digests(checkpoint)
+    problems = [f"{name} was written and is missing" for name in digests if name not in found]
+    problems += [
+        f"{name} was not written with the others"
+        if name not in digests
+        else f"{name} differs from what was written"
+        for name in found
+        if digests.get(name) != found[name]
+    ]
+    return result("digests", problems, f"SHA-256 of {len(found)} tensors as written")
+
+
+def _check_kv_scales(subject: Subject) -> Check:
+    problems = []
+    for name in sorted(subject.kv_scales):
+        if subject.tensor_problem(name) is None:
+            scale = subject.checkpoint.read(name).float()
+            if not bool((scale > 0).all() and scale.isfinite().all()):
+                problems.append(f"{name} is not positive and finite")
+    return result("KV scales", problems, f"{len(subject.kv_scales)} scales, positive and finite")
 
 
 def _check_index(checkpoint: Checkpoint) -> Check:
@@ -159,8 +198,9 @@ def _check_ignore(subject: Subject) -> Check:
     modules = {*subject.linears, *(n.removesuffix(".weight") for n in subject.checkpoint.tensors)}
     problems = [
         f"entry {entry!r} names no Linear"
-        for entry in config.get("ignore") or []
-        if not any(matches(name, entry) for name in modules)
+        for key, means in (("ignore", matches), ("modules_to_not_convert", _is_part))
+        for entry in config.get(key) or []
+        if not any(means(name, entry) for name in modules)
     ]
     stored_packed = set(packed_names(subject.checkpoint))
     for name in subject.linears:
@@ -168,9 +208,13 @@ def _check_ignore(subject: Subject) -> Check:
             problems.append(f"{name} is stored in float but not listed")
         if name not in subject.packed and name in stored_packed:
             problems.append(f"{name} is stored packed but listed, or not a target")
-    num_float = len(subject.linears) - len(subject.packed)
-    passed = f"{len(subject.packed)} Linears packed, {num_float} float, all as stored"
+    num_float = sum(not is_embedding(name) for name in subject.linears.keys() - subject.packed)
+    passed = f"{len(subject.packed)} modules packed, {num_float} Linears float, all as stored"
     return result("ignore list", problems, passed)
+
+
+def _is_part(name: str, entry: str) -> bool:
+    return entry in name
 
 
 def _check_fused(subject: Subject) -> Check:
@@ -183,44 +227,6 @@ def _check_fused(subject: Subject) -> Check:
             if len({subject.packed.get(name) for name in names}) > 1:
                 problems.append(f"{', '.join(names)} differ in scheme")
     return result("fused", problems, "Linears that loaders stack share one scheme")
-
-
-def _check_packed(subject: Subject) -> list[Check]:
-    passed = {
-        "scales": "finite and not zero",
-        "zero points": "present exactly in asymmetric Linears",
-        "shapes": "weight_shape is that of the model",
-        "padding": "bits past the last code are zero",
-    }
-    problems: dict[str, list[str]] = {check: [] for check in passed}
-    for name in subject.packed:
-        for check, problem in _packed_problems(subject, name):
-            problems[check].append(problem)
-    return [result(check, problems[check], passed[check]) for check in passed]
-
-
-def _packed_problems(subject: Subject, name: str) -> Iterator[tuple[str, str]]:
-    """(check, problem) for one packed Linear."""
-    checkpoint, scheme = subject.checkpoint, subject.packed[name]
-    if scheme.symmetric == (f"{name}.weight_zero_point" in checkpoint.tensors):
-        verb = "has" if scheme.symmetric else "lacks"
-        yield "zero points", f"{name} ({scheme.label}) {verb} weight_zero_point"
-        return
-    if not subject.is_intact(name):
-        return
-    shape = tuple(checkpoint.read(f"{name}.weight_shape").tolist())
-    if shape != subject.linears[name]:
-        yield "shapes", f"{name}.weight_shape is {shape}, expected {subject.linears[name]}"
-        return
-    linear = read_linear(checkpoint, name, scheme)
-    if not linear.scale.isfinite().all() or (linear.scale == 0).any():
-        yield "scales", f"{name}.weight_scale holds zero, NaN or infinity"
-    repacked = {"weight_packed": pack_to_int32(linear.codes, scheme.bits, 1)}
-    if linear.zero_point is not None:
-        repacked["weight_zero_point"] = pack_to_int32(linear.zero_point, scheme.bits, 0)
-    for local, words in repacked.items():
-        if not torch.equal(words, checkpoint.read(f"{name}.{local}")):
-            yield "padding", f"{name}.{local} has bits set past its last code"
 
 
 def _check_tokenizer(path: Path) -> Check:

@@ -31,7 +31,8 @@ _COPY_BYTES = 4 << 20
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_OWN_FILES = ("config.json", PROVENANCE_FILE)
+# The last two repeat the quantization of config.json for tools that read them first.
+_OWN_FILES = ("config.json", PROVENANCE_FILE, "quantize_config.json", "quant_config.json")
 _SKIPPED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
@@ -158,7 +159,7 @@ def publish(staging: Path, out: Path, *, force: bool) -> None:
 def side_files(folder: Path, *, skip: Path | None = None) -> list[Path]:
     """Every file of a checkpoint, relative to `folder`, that goes along with other weights.
 
-    That is all but weights and their indices, `config.json`, the provenance file, and version
+    That is all but weights and their indices, configs, the provenance file, and version
     control and cache folders: tokenizer, chat template, generation config, Python files, licence.
     A folder that is or contains `skip` is left out.
     """

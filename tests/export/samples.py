@@ -5,23 +5,30 @@ how its codes came about.
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from compress.artifacts import QuantizedLinear
-from compress.export.compressed_tensors import pack_linear, quantization_config
+from compress.export.formats import FORMATS, pack_linear, write_config
+from compress.export.kv_scales import pack_kv_scales
 from compress.export.verify import VerifyReport
-from compress.export.writer import copy_side_files, write_json, write_safetensors
+from compress.export.writer import copy_side_files, write_safetensors
 from compress.models.checkpoint import open_checkpoint
 from compress.scheme import (
+    FLOAT8_MAX,
     PER_CHANNEL,
-    QuantScheme,
+    ActivationScheme,
+    KVCacheScheme,
+    LinearScheme,
     WeightScheme,
     code_range,
     group_width,
     round_to_codes,
+    round_to_float8,
 )
 
 SCHEMES = [
@@ -31,6 +38,13 @@ SCHEMES = [
     pytest.param(WeightScheme(bits=2, group_size=PER_CHANNEL), id="w2-channel-sym"),
     pytest.param(WeightScheme(bits=8, group_size=PER_CHANNEL, symmetric=False), id="w8-channel"),
 ]
+W8A8 = LinearScheme(
+    weights=WeightScheme(bits=8, group_size=PER_CHANNEL), activations=ActivationScheme()
+)
+FP8 = LinearScheme(
+    weights=WeightScheme(type="float", bits=8, group_size=PER_CHANNEL),
+    activations=ActivationScheme(type="float"),
+)
 LINEARS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -60,35 +74,88 @@ def quantize_min_max(
     return QuantizedLinear(codes=codes, scale=scale, zero_point=zero_point, bits=scheme.bits)
 
 
+def quantize_float8(
+    weight: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype = torch.float32
+) -> QuantizedLinear:
+    """Round `weight` (out, in) to float8 with scales of `dtype` per row or per block."""
+    size = scheme.block_size
+    if size is None:
+        largest = weight.abs().amax(1, keepdim=True)
+    else:
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size)).abs()
+        largest = padded.unflatten(0, (-1, size)).unflatten(2, (-1, size)).amax((1, 3))
+    scale = (largest.float() / FLOAT8_MAX).to(dtype)
+    codes = round_to_float8(weight.float(), scale, size)
+    return QuantizedLinear(codes=codes, scale=scale, zero_point=None, bits=8, block_size=size)
+
+
+def quantize(
+    weight: torch.Tensor, scheme: LinearScheme, dtype: torch.dtype = torch.float32
+) -> QuantizedLinear:
+    """Round `weight` (out, in) as `scheme` says; a static input scale is 0.02."""
+    method = quantize_float8 if scheme.weights.type == "float" else quantize_min_max
+    linear = method(weight, scheme.weights, dtype)
+    if scheme.activations is not None and not scheme.activations.dynamic:
+        linear = replace(linear, input_scale=torch.tensor([0.02]))
+    return linear
+
+
 def random_linear(
-    scheme: WeightScheme,
+    scheme: WeightScheme | LinearScheme,
     shape: tuple[int, int] = (17, 36),
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> QuantizedLinear:
     """A random quantized Linear of `shape` (out, in)."""
     generator = torch.Generator().manual_seed(seed)
-    return quantize_min_max(torch.randn(shape, generator=generator), scheme, dtype)
+    full = LinearScheme(weights=scheme) if isinstance(scheme, WeightScheme) else scheme
+    return quantize(torch.randn(shape, generator=generator), full, dtype)
 
 
-def packed_model(source: Path, folder: Path, scheme: WeightScheme) -> dict[str, QuantizedLinear]:
-    """Write `source` to `folder` with every block Linear packed; returns the Linears by name."""
-    checkpoint = open_checkpoint(source)
+def packed_model(
+    source: Path,
+    folder: Path,
+    scheme: WeightScheme | LinearScheme | Callable[[str], LinearScheme | None],
+    format_name: str = "compressed-tensors",
+    kv_cache: KVCacheScheme | None = None,
+) -> dict[str, QuantizedLinear]:
+    """Write `source` to `folder`, packed; returns the packed Linears by name.
+
+    `scheme` is that of every block Linear, or a function of the name (None: float).
+    """
+    if isinstance(scheme, WeightScheme):
+        scheme = LinearScheme(weights=scheme)
+    checkpoint, format = open_checkpoint(source), FORMATS[format_name]
     linears: dict[str, QuantizedLinear] = {}
+    schemes: dict[str, LinearScheme] = {}
     tensors: dict[str, torch.Tensor] = {}
+    ignore = ["lm_head"]
     for name in checkpoint.tensors:
         module = name.removesuffix(".weight")
-        if module.endswith(LINEARS):
-            weight = checkpoint.read(name)
-            linears[module] = quantize_min_max(weight, scheme, weight.dtype)
-            packed = pack_linear(linears[module])
-            tensors |= {f"{module}.{local}": tensor for local, tensor in packed.items()}
+        if isinstance(scheme, LinearScheme):
+            chosen = scheme if module.endswith(LINEARS) else None
         else:
-            tensors[name] = checkpoint.read(name)
+            chosen = scheme(module)
+        weight = checkpoint.read(name)
+        if chosen is None:
+            tensors[name] = weight
+            ignore += [module] if module.endswith(LINEARS) else []
+        else:
+            schemes[module] = chosen
+            linears[module] = quantize(weight, chosen, format.scale_dtype or weight.dtype)
+            tensors |= pack_linear(module, linears[module], chosen, format)
+    if kv_cache is not None:
+        heads = checkpoint.config["num_key_value_heads"] if kv_cache.strategy == "head" else 1
+        for block in range(checkpoint.config["num_hidden_layers"]):
+            scales = torch.arange(1, heads + 1) / (10 + block)
+            for local, tensor in pack_kv_scales(scales, scales / 2, kv_cache).items():
+                tensors[f"model.layers.{block}.self_attn.{local}"] = tensor
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", tensors)
-    quantization = quantization_config(QuantScheme(weights=scheme), ignore=["lm_head"])
-    write_json(folder / "config.json", checkpoint.config | {"quantization_config": quantization})
+    ignore = [name for name in ignore if name not in schemes]
+    quantization = format.config(schemes, ignore, kv_cache)
+    write_config(folder, checkpoint.config | {"quantization_config": quantization})
     copy_side_files(source, folder)
     return linears
 

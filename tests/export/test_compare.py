@@ -7,10 +7,10 @@ import torch
 
 from compress.artifacts import QuantizedLinear
 from compress.export.compare import relative_error_bound
-from compress.export.compressed_tensors import pack_linear
+from compress.export.formats import FORMATS, pack_linear
 from compress.export.verify import verify_checkpoint
 from compress.models.checkpoint import open_checkpoint
-from compress.scheme import WeightScheme, dequantize, round_to_codes
+from compress.scheme import LinearScheme, WeightScheme, dequantize, round_to_codes
 from tests.export.samples import (
     SCHEMES,
     edit_config,
@@ -60,7 +60,8 @@ def test_verify_checkpoint_finds_a_linear_that_is_not_its_source(pack, source, s
     folder = pack(scheme)
     weight = open_checkpoint(source).read(f"{DOWN_PROJ}.weight")
     wrong = quantize_min_max(change(weight) + 1e-6, scheme)
-    edit_tensors(folder, **{f"{DOWN_PROJ}.{k}": t for k, t in pack_linear(wrong).items()})
+    full = LinearScheme(weights=scheme)
+    edit_tensors(folder, **pack_linear(DOWN_PROJ, wrong, full, FORMATS["compressed-tensors"]))
     failed = failed_checks(verify_checkpoint(folder, source))
     assert failed.keys() == {"weights"}
     assert DOWN_PROJ in failed["weights"]

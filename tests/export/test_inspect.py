@@ -1,5 +1,6 @@
 """What `inspect_checkpoint` says about float and packed checkpoints, and the provenance file."""
 
+import hashlib
 import json
 
 import pytest
@@ -76,7 +77,14 @@ def test_stored_bits_counts_padding_and_biases(packed):
 
 def test_read_provenance_returns_what_write_provenance_wrote(packed):
     write_provenance(packed, PROVENANCE | {"source": "demo"})
-    assert read_provenance(packed) == PROVENANCE | {"source": "demo"}
+    record = read_provenance(packed)
+    digests = record.pop("tensor_sha256")
+    assert record == PROVENANCE | {"source": "demo"}
+    assert digests.keys() == open_checkpoint(packed).tensors.keys()
+    norm = open_checkpoint(packed).read("model.norm.weight")
+    expected = hashlib.sha256(norm.numpy().tobytes()).hexdigest()
+    assert digests["model.norm.weight"] == expected
+    assert "tensor_sha256" not in inspect_checkpoint(packed)["provenance"]
     assert inspect_checkpoint(packed)["provenance"]["recipe"]["method"]["kind"] == "rtn"
 
 

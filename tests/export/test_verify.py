@@ -10,11 +10,11 @@ import torch
 
 from compress.artifacts import QuantizedLinear
 from compress.errors import CheckFailed
-from compress.export.compressed_tensors import pack_linear
+from compress.export.formats import FORMATS, pack_linear
 from compress.export.verify import check_part, verify_checkpoint
 from compress.export.writer import merge_shards, write_safetensors
 from compress.models.checkpoint import open_checkpoint
-from compress.scheme import PER_CHANNEL, WeightScheme, dequantize
+from compress.scheme import PER_CHANNEL, LinearScheme, WeightScheme, dequantize
 from tests.export.samples import (
     SCHEMES,
     edit_config,
@@ -25,6 +25,7 @@ from tests.export.samples import (
 )
 from tests.factory import tiny_model
 
+CT = FORMATS["compressed-tensors"]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DOWN_PROJ = "model.layers.1.mlp.down_proj"
 
@@ -191,7 +192,7 @@ def test_verify_checkpoint_wants_one_scheme_for_linears_that_loaders_stack(packe
     """k_proj in float, correctly stored and listed: right for us, refused by stacking loaders."""
     name = Q_PROJ.replace("q_proj", "k_proj")
     weight = open_checkpoint(source).read(f"{name}.weight")
-    locals_ = pack_linear(random_linear(WeightScheme(group_size=12)))
+    locals_ = ("weight_packed", "weight_scale", "weight_shape")
     edit_tensors(packed, **{f"{name}.{key}": None for key in locals_}, **{f"{name}.weight": weight})
     _set_ignore(packed, "lm_head", name)
     failed = failed_checks(verify_checkpoint(packed, source))
@@ -231,8 +232,8 @@ def test_verify_checkpoint_checks_the_index(source, packed):
                      "model.safetensors", id="corrupt-weights"),
         pytest.param(lambda f: edit_config(f, architectures=["GPT2LMHeadModel"]), ValueError,
                      "available: LlamaForCausalLM", id="architecture"),
-        pytest.param(lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
-                     ValueError, "'awq'", id="other-quantization"),
+        pytest.param(lambda f: edit_config(f, quantization_config={"quant_method": "hqq"}),
+                     ValueError, "'hqq'", id="other-quantization"),
         pytest.param(lambda f: edit_config(f, intermediate_size=161), ValueError,
                      "down_proj: group_size 32 does not divide", id="groups"),
     ],
@@ -246,12 +247,16 @@ def test_verify_checkpoint_raises_for_what_it_cannot_read(packed, damage, error,
 def _part(file: Path, scheme: WeightScheme) -> dict[str, QuantizedLinear]:
     linears = {f"block.{i}": random_linear(scheme, seed=i) for i in range(2)}
     tensors = {
-        f"{name}.{local}": tensor
+        full: tensor
         for name, linear in linears.items()
-        for local, tensor in pack_linear(linear).items()
+        for full, tensor in pack_linear(name, linear, LinearScheme(weights=scheme), CT).items()
     }
     write_safetensors(file, tensors | {"block.norm.weight": torch.ones(36)})
     return linears
+
+
+def _check(file: Path, linears: dict[str, QuantizedLinear], scheme: WeightScheme) -> None:
+    check_part(file, linears, dict.fromkeys(linears, LinearScheme(weights=scheme)), CT)
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
@@ -259,11 +264,14 @@ def _part(file: Path, scheme: WeightScheme) -> dict[str, QuantizedLinear]:
 def test_check_part_passes_what_was_written(tmp_path, bits, symmetric):
     scheme = WeightScheme(bits=bits, group_size=12, symmetric=symmetric)
     linears = _part(tmp_path / "part.safetensors", scheme)
-    check_part(tmp_path / "part.safetensors", linears, scheme)
+    _check(tmp_path / "part.safetensors", linears, scheme)
 
 
-@pytest.mark.parametrize("local", ["weight_packed", "weight_scale", "weight_zero_point"])
-def test_check_part_names_a_tensor_with_one_flipped_bit(tmp_path, local):
+@pytest.mark.parametrize(
+    "local, part",
+    [("weight_packed", "codes"), ("weight_scale", "scales"), ("weight_zero_point", "zero points")],
+)
+def test_check_part_names_a_part_with_one_flipped_bit(tmp_path, local, part):
     scheme = WeightScheme(bits=3, group_size=12, symmetric=False)
     file = tmp_path / "model.safetensors"
     linears = _part(file, scheme)
@@ -272,17 +280,17 @@ def test_check_part_names_a_tensor_with_one_flipped_bit(tmp_path, local):
     content = bytearray(file.read_bytes())
     content[info.offset] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckFailed, match=rf"model\.safetensors: block\.1\.{local} on disk"):
-        check_part(file, linears, scheme)
+    with pytest.raises(CheckFailed, match=rf"model\.safetensors: block\.1: the {part} on disk"):
+        _check(file, linears, scheme)
 
 
 def test_check_part_names_a_linear_that_was_not_written(tmp_path):
     scheme = WeightScheme(group_size=12)
     linears = _part(tmp_path / "part.safetensors", scheme)
     with pytest.raises(CheckFailed, match=r"block\.9 .*missing weight_shape"):
-        check_part(tmp_path / "part.safetensors", {"block.9": linears["block.0"]}, scheme)
+        _check(tmp_path / "part.safetensors", {"block.9": linears["block.0"]}, scheme)
     with pytest.raises(CheckFailed, match=r"block\.0 .*weight_packed must have shape"):
-        check_part(tmp_path / "part.safetensors", linears, WeightScheme(bits=8, group_size=12))
+        _check(tmp_path / "part.safetensors", linears, WeightScheme(bits=8, group_size=12))
 
 
 # Left packed until the first forward, compressed-tensors 0.20.1 allocates unpacked zero points and
