@@ -1,13 +1,24 @@
 """Every implementation of a Linear against the plain product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from compress.artifacts import QuantizedLinear
+from compress.kernels.activations import fake_quantize
 from compress.kernels.ops import select
-from compress.runtime.linear import Int4Linear, PackedLinear, PrepackedLinear, make_linear
-from compress.scheme import dequantize
+from compress.kernels.w8a8 import has_int8_product
+from compress.runtime.linear import make_linear
+from compress.runtime.products import (
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    PrepackedLinear,
+    QuantizedInputs,
+)
+from compress.scheme import ActivationScheme, dequantize, round_to_float8
 
 CPU = torch.device("cpu")
 OPS = select("torch", CPU)
@@ -27,6 +38,17 @@ def quantized(
         zero_point=None if symmetric else zero,
         bits=bits,
     )
+
+
+def float8(out: int, width: int, *, block: int | None = None, seed: int = 0) -> QuantizedLinear:
+    """A float8 weight with one scale per row, or for each square block of edge `block`."""
+    generator = torch.Generator().manual_seed(seed)
+    edge = block or 1
+    shape = (-(-out // edge), -(-width // edge) if block else 1)
+    scale = torch.rand(shape, generator=generator) / 400 + 1e-3
+    weight = torch.randn(out, width, generator=generator)
+    codes = round_to_float8(weight, scale, block)
+    return QuantizedLinear(codes=codes, scale=scale, zero_point=None, bits=8, block_size=block)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -123,3 +145,198 @@ def test_prepacked_linear_leaves_the_global_switch_as_it_was() -> None:
         with torch.backends.mkldnn.flags(enabled=enabled, allow_tf32=None):
             linear(torch.randn(1, 32).bfloat16())
             assert torch._C._get_mkldnn_enabled() is enabled
+
+
+STATIC = torch.tensor([0.021])
+TOKEN8, STATIC8 = ActivationScheme(), ActivationScheme(dynamic=False)
+FLOAT_TOKEN, FLOAT_STATIC = (
+    ActivationScheme(type="float"),
+    ActivationScheme(type="float", dynamic=False),
+)
+FLOAT_G32 = ActivationScheme(type="float", group_size=32)
+NEGATIVE = replace(quantized(32, 96, bits=8, group=96), scale=-torch.rand(32, 1) / 64)
+QUANTIZED_INPUTS = {
+    "w8a8-token": (quantized(33, 96, bits=8, group=96), TOKEN8),
+    "w8a8-static": (quantized(33, 96, bits=8, group=96), STATIC8),
+    "w8a8-negative-scale": (NEGATIVE, TOKEN8),
+    "w4a8-channel": (quantized(32, 96, group=96), TOKEN8),
+    "w4a8-g32": (quantized(32, 96), TOKEN8),
+    "w4a8-g32-asym": (quantized(32, 96, symmetric=False), STATIC8),
+    "w8a8-channel-asym": (quantized(32, 96, bits=8, group=96, symmetric=False), TOKEN8),
+    "w8a8-g32": (quantized(32, 96, bits=8), TOKEN8),
+    "fp8-token": (float8(33, 96), FLOAT_TOKEN),
+    "fp8-static": (float8(33, 96), FLOAT_STATIC),
+    "fp8-block": (float8(33, 96, block=32), FLOAT_G32),
+    "fp8-ragged-block": (float8(33, 96, block=36), FLOAT_TOKEN),
+}
+INTEGER = {"w8a8-token", "w8a8-static", "w8a8-negative-scale", "w4a8-channel"}
+
+
+def with_input_scale(part: QuantizedLinear, scheme: ActivationScheme) -> QuantizedLinear:
+    return part if scheme.dynamic else replace(part, input_scale=STATIC)
+
+
+def meaning(
+    x: torch.Tensor, part: QuantizedLinear, scheme: ActivationScheme, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Dequantized weight and fake-quantized inputs, multiplied in float64."""
+    inputs = fake_quantize(x.float(), scheme, STATIC)
+    y = inputs.double() @ dequantize(part, torch.float64).T
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 33], ids=lambda n: f"T{n}")
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("name", QUANTIZED_INPUTS)
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_make_linear_quantizes_inputs_as_the_scheme_means(
+    dtype: torch.dtype, bound: float, name: str, biased: bool, rows: int
+) -> None:
+    torch.manual_seed(4)
+    part, scheme = QUANTIZED_INPUTS[name]
+    bias = torch.randn(len(part.codes)).to(dtype) if biased else None
+    linear = make_linear(
+        [with_input_scale(part, scheme)],
+        [bias],
+        dtype=dtype,
+        device=CPU,
+        ops=OPS,
+        activations=[scheme],
+    )
+    kind = Int8Linear if name in INTEGER and has_int8_product() else QuantizedInputs
+    assert isinstance(linear, kind)
+    x = torch.randn(rows, 96).to(dtype)
+    assert linear(x).dtype == dtype
+    expected = meaning(x, part, scheme, bias)
+    assert relative_error(linear(x), expected) < bound
+    unquantized = x.double() @ dequantize(part, torch.float64).T
+    if dtype == torch.float32 and not biased:
+        assert relative_error(expected, unquantized) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(INTEGER))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_int8_linear_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype, name: str) -> None:
+    part, scheme = QUANTIZED_INPUTS[name]
+    part = with_input_scale(part, scheme)
+    linear = make_linear([part], [None], dtype=dtype, device=CPU, ops=OPS, activations=[scheme])
+    x = torch.randn(33, 96, generator=torch.Generator().manual_seed(5)).to(dtype)
+    whole = linear(x)
+    for rows in (1, 2, 7):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED_INPUTS))
+def test_a_row_does_not_depend_on_how_large_the_others_are(name: str) -> None:
+    part, scheme = QUANTIZED_INPUTS[name]
+    linear = make_linear(
+        [with_input_scale(part, scheme)],
+        [None],
+        dtype=torch.float32,
+        device=CPU,
+        ops=OPS,
+        activations=[scheme],
+    )
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(6))
+    alone = linear(x[:1])
+    x[1:] *= 1000
+    torch.testing.assert_close(linear(x)[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_fused"),
+    [((0.02, 0.02), True), ((0.02, 0.5), False)],
+    ids=["one-input-scale", "two-input-scales"],
+)
+def test_make_linear_fuses_static_parts_only_with_one_input_scale(
+    scales: tuple[float, float], is_fused: bool
+) -> None:
+    parts = [
+        replace(quantized(out, 96, bits=8, group=96), input_scale=torch.tensor([scale]))
+        for out, scale in zip((33, 17), scales, strict=True)
+    ]
+    linear = make_linear(
+        parts, [None, None], dtype=torch.float32, device=CPU, ops=OPS, activations=[STATIC8] * 2
+    )
+    if has_int8_product():
+        assert isinstance(linear, Int8Linear) is is_fused
+    x = torch.randn(3, 96)
+    expected = [
+        fake_quantize(x, STATIC8, part.input_scale).double() @ dequantize(part, torch.float64).T
+        for part in parts
+    ]
+    assert relative_error(linear(x), torch.cat(expected, dim=1)) < 1e-6
+
+
+MIXED = {
+    "float": (torch.randn(16, 96), None),
+    "fp8": (float8(17, 96), FLOAT_TOKEN),
+    "int4-float-inputs": (quantized(16, 96), None),
+    "other-inputs": (quantized(16, 96, bits=8, group=96), None),
+    "other-groups": (quantized(16, 96, bits=8), TOKEN8),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_make_linear_gives_every_part_its_own_inputs(dtype: torch.dtype, name: str) -> None:
+    first, (second, scheme) = quantized(32, 96, bits=8, group=96), MIXED[name]
+    linear = make_linear(
+        [first, second],
+        [None, None],
+        dtype=dtype,
+        device=CPU,
+        ops=OPS,
+        activations=[TOKEN8, scheme],
+    )
+    x = torch.randn(5, 96).to(dtype)
+    inputs = x if scheme is None else fake_quantize(x.float(), scheme)
+    plain = second if isinstance(second, torch.Tensor) else dequantize(second)
+    expected = torch.cat([meaning(x, first, TOKEN8, None), inputs.double() @ plain.double().T], 1)
+    assert relative_error(linear(x), expected) < (1e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [float8(33, 96), float8(17, 96)],
+        [float8(33, 96, block=32), float8(20, 96, block=32)],
+        [float8(33, 96), float8(20, 96, block=32)],
+    ],
+    ids=["rows", "blocks", "both"],
+)
+def test_make_linear_fuses_float8_parts(parts: list[QuantizedLinear]) -> None:
+    linear = make_linear(
+        parts, [None, None], dtype=torch.float32, device=CPU, ops=OPS, activations=[FLOAT_TOKEN] * 2
+    )
+    assert isinstance(linear, QuantizedInputs)
+    x = torch.randn(3, 96)
+    expected = torch.cat([meaning(x, part, FLOAT_TOKEN, None) for part in parts], dim=1)
+    assert relative_error(linear(x), expected) < 1e-6
+
+
+def test_make_linear_uses_the_int4_product_behind_quantized_inputs() -> None:
+    linear = make_linear(
+        [quantized(32, 96)], [None], dtype=torch.bfloat16, device=CPU, ops=OPS, activations=[TOKEN8]
+    )
+    assert isinstance(linear, QuantizedInputs)
+    assert isinstance(linear.product, Int4Linear)
+
+
+@pytest.mark.parametrize(
+    ("part", "scheme", "message"),
+    [
+        (quantized(32, 96, bits=8, group=96), STATIC8, "need an input_scale"),
+        (float8(33, 96), ActivationScheme(type="float", group_size=128), "128 does not divide"),
+    ],
+    ids=["no-input-scale", "group"],
+)
+def test_make_linear_refuses_inputs_that_cannot_be_quantized_so(
+    part: QuantizedLinear, scheme: ActivationScheme, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_linear([part], [None], dtype=torch.float32, device=CPU, ops=OPS, activations=[scheme])
