@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value")  # newest transformers first
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -28,10 +29,24 @@ class BlockCalls:
 
     by_batch_size: dict[int, list[Arguments]]
 
-    def call(self, block: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Output (batch, length, hidden) of block `index` for `hidden` of that shape."""
+    @property
+    def cache_argument(self) -> str:
+        """Under which name the model gives its KV cache to a block."""
+        _, kwargs = next(iter(self.by_batch_size.values()))[0]
+        for name in _CACHE_ARGUMENTS:
+            if name in kwargs:
+                return name
+        raise ValueError(f"the blocks take no KV cache (none of {', '.join(_CACHE_ARGUMENTS)})")
+
+    def call(
+        self, block: nn.Module, index: int, hidden: torch.Tensor, **extra: Any
+    ) -> torch.Tensor:
+        """Output (batch, length, hidden) of block `index` for `hidden` of that shape.
+
+        `extra` replaces keyword arguments of the model's own call.
+        """
         args, kwargs = self.by_batch_size[hidden.shape[0]][index]
-        output = block(hidden, *args, **kwargs)
+        output = block(hidden, *args, **(kwargs | extra))
         result: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

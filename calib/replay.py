@@ -1,10 +1,16 @@
 """Replay of one block on its stored inputs: to see what its Linears read, or to get its outputs.
 
+Two chains of activations may run through the model: that of the quantized blocks, whose inputs the
+Linears will meet, and, for methods that aim at it, that of the float model. Keys and values are
+seen exactly as a cache would store them, by a cache that only looks.
+
 Legend: N samples, L length, H hidden. Activations (N, L, H) are mapped files (see capture.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,77 +19,154 @@ from compress.calib.capture import BlockCalls, batches
 from compress.calib.collectors import SAMPLE_TOKENS, InputStatistics
 from compress.models.family import SharedInput
 
+Statistics = dict[SharedInput, InputStatistics]
 
-@torch.no_grad()
-def collect_statistics(
-    block: nn.Module,
-    index: int,
-    calls: BlockCalls,
-    inputs: torch.Tensor,
-    batch_size: int,
-    shared_inputs: Sequence[SharedInput],
-    *,
-    full: bool,
-    device: torch.device,
-) -> dict[SharedInput, InputStatistics]:
-    """Statistics of each of `shared_inputs` over `inputs` (N, L, H); `full` as in collectors.py.
 
-    Raises ValueError naming the Linear if an input of it is not finite.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FloatChain:
+    """The same block in the float model: `inputs` and `outputs` (N, L, H), and its own weights.
+
+    `weights` maps names to tensors in the block's dtype and device.
     """
-    num_batches = -(-inputs.shape[0] // batch_size)
-    per_batch = max(1, SAMPLE_TOKENS // num_batches)
-    statistics = {
-        shared: InputStatistics(
-            in_features=_linear(block, shared).in_features,
-            full=full,
-            tokens_per_batch=per_batch,
-            device=device,
-        )
-        for shared in shared_inputs
-    }
-    with _watching(block, statistics):
-        for samples in batches(inputs.shape[0], batch_size):
-            calls.call(block, index, inputs[samples].to(device))
-    return statistics
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    weights: Mapping[str, torch.Tensor]
 
 
-@torch.no_grad()
-def propagate(
-    block: nn.Module,
-    index: int,
-    calls: BlockCalls,
-    inputs: torch.Tensor,
-    outputs: torch.Tensor,
-    batch_size: int,
-    device: torch.device,
-) -> None:
-    """Fill `outputs` (N, L, H) with what the block makes of `inputs` (N, L, H)."""
-    for samples in batches(inputs.shape[0], batch_size):
-        outputs[samples] = calls.call(block, index, inputs[samples].to(device)).to(outputs.device)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockReplay:
+    """One block with all that is needed to call it on batches of its stored inputs."""
+
+    block: nn.Module
+    index: int
+    calls: BlockCalls
+    batch_size: int
+    device: torch.device
+
+    def new_statistics(
+        self,
+        shared_inputs: Sequence[SharedInput],
+        num_samples: int,
+        *,
+        full: bool,
+        magnitudes: bool = False,
+        cross: bool = False,
+    ) -> Statistics:
+        """Empty statistics for each of `shared_inputs`; the flags are those of collectors.py."""
+        per_batch = max(1, SAMPLE_TOKENS // -(-num_samples // self.batch_size))
+        return {
+            shared: InputStatistics(
+                in_features=self._linear(shared).in_features,
+                full=full,
+                magnitudes=magnitudes,
+                cross=cross,
+                tokens_per_batch=per_batch,
+                device=self.device,
+            )
+            for shared in shared_inputs
+        }
+
+    @torch.no_grad()
+    def collect(
+        self, inputs: torch.Tensor, statistics: Statistics, chain: FloatChain | None = None
+    ) -> None:
+        """Add to `statistics` what the Linears read when the block runs on `inputs` (N, L, H).
+
+        With `chain` the block also runs on the chain's inputs with its weights: its outputs are
+        stored and what the Linears read there is the float side of the cross moments. Raises
+        ValueError naming the Linear if an input of it is not finite.
+        """
+        ahead: dict[SharedInput, torch.Tensor] = {}
+        for samples in batches(inputs.shape[0], self.batch_size):
+            if chain is not None:
+                with (
+                    self._watching(statistics, lambda shared, x: ahead.update({shared: x})),
+                    _weights_of(self.block, chain.weights),
+                ):
+                    outputs = self._run(chain.inputs[samples])
+                chain.outputs[samples] = outputs.to(chain.outputs.device)
+            with self._watching(
+                statistics, lambda shared, x: statistics[shared].add(x, ahead.get(shared))
+            ):
+                self._run(inputs[samples])
+
+    @torch.no_grad()
+    def propagate(
+        self, inputs: torch.Tensor, outputs: torch.Tensor | None, cache: "KVRanges | None" = None
+    ) -> None:
+        """Fill `outputs` (N, L, H) with what the block makes of `inputs` (N, L, H).
+
+        `cache` looks at the keys and values on the way; `outputs` None runs for that alone.
+        """
+        for samples in batches(inputs.shape[0], self.batch_size):
+            result = self._run(inputs[samples], cache)
+            if outputs is not None:
+                outputs[samples] = result.to(outputs.device)
+
+    def _run(self, hidden: torch.Tensor, cache: "KVRanges | None" = None) -> torch.Tensor:
+        extra: dict[str, Any] = {} if cache is None else {self.calls.cache_argument: cache}
+        return self.calls.call(self.block, self.index, hidden.to(self.device), **extra)
+
+    def _linear(self, shared: SharedInput) -> nn.Linear:
+        linear = self.block.get_submodule(shared.linears[0])
+        assert isinstance(linear, nn.Linear), f"{shared.linears[0]} is {type(linear).__name__}"
+        return linear
+
+    @contextmanager
+    def _watching(self, statistics: Statistics, see: Any) -> Iterator[None]:
+        """Call `see(shared, input)` from hooks on the first Linear of each shared input."""
+
+        def watch(shared: SharedInput) -> torch.utils.hooks.RemovableHandle:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                try:
+                    see(shared, args[0])
+                except ValueError as error:
+                    raise ValueError(f"{shared.linears[0]}: {error}") from None
+
+            return self._linear(shared).register_forward_pre_hook(hook)
+
+        handles = [watch(shared) for shared in statistics]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def _linear(block: nn.Module, shared: SharedInput) -> nn.Linear:
-    linear = block.get_submodule(shared.linears[0])
-    assert isinstance(linear, nn.Linear), f"{shared.linears[0]} is {type(linear).__name__}"
-    return linear
+@dataclass(slots=True)
+class KVRanges:
+    """Stands for a KV cache in one block's call; keeps the largest |k| and |v| of each KV head.
+
+    `keys` and `values` are (num_kv_heads,) fp32, None before the first call.
+    """
+
+    keys: torch.Tensor | None = field(default=None)
+    values: torch.Tensor | None = field(default=None)
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention calls to store keys and values (batch, num_kv_heads, length, head_dim)."""
+        self.keys = _larger(self.keys, keys)
+        self.values = _larger(self.values, values)
+        return keys, values
+
+
+def _larger(known: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
+    seen = states.abs().amax((0, 2, 3)).float()
+    return seen if known is None else torch.maximum(known, seen)
 
 
 @contextmanager
-def _watching(block: nn.Module, statistics: dict[SharedInput, InputStatistics]) -> Iterator[None]:
-    """Feed `statistics` from hooks on the first Linear of each shared input."""
-
-    def watch(shared: SharedInput, stats: InputStatistics) -> torch.utils.hooks.RemovableHandle:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            try:
-                stats.add(args[0])
-            except ValueError as error:
-                raise ValueError(f"{shared.linears[0]}: {error}") from None
-
-        return _linear(block, shared).register_forward_pre_hook(hook)
-
-    handles = [watch(shared, stats) for shared, stats in statistics.items()]
+def _weights_of(block: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give `block` other `weights` (by parameter name) for the time of the context."""
+    parameters = {name: block.get_parameter(name) for name in weights}
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = weights[name]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for name, parameter in parameters.items():
+            parameter.data = own[name]

@@ -124,7 +124,7 @@ def quantize(
         quiet=quiet,
     )
     if dry_run:
-        _, _, plan = work.plan_job(job)
+        plan = work.plan_job(job).plan
         _write_json(json_file, render.plan_to_dict(plan))
         if not quiet and not _to_stdout(json_file):
             render.print_plan(plan)

@@ -2,50 +2,92 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress import __version__
+from compress.artifacts import QuantizedLinear
+from compress.budget import Sensitivity
+from compress.calib.methods.scales import ScaleSearch, find_scales
 from compress.devices import peak_rss_bytes
 from compress.errors import CheckFailed
-from compress.export.compressed_tensors import quantization_config
+from compress.export.formats import FORMATS, PACKED_TENSORS, pack_linear, write_config
 from compress.export.inspect import write_provenance
-from compress.export.verify import verify_checkpoint
-from compress.export.writer import copy_side_files, merge_shards, write_json, write_safetensors
+from compress.export.verify import check_part, verify_checkpoint
+from compress.export.writer import copy_side_files, merge_shards, write_safetensors
 from compress.models.checkpoint import open_checkpoint
 from compress.run import Run
+from compress.scheme import WeightScheme, round_to_codes
 
 
-def finish(run: Run, started: float) -> dict[str, Any]:
+def finish(run: Run, sensitivities: Sequence[Sensitivity] | None, started: float) -> dict[str, Any]:
     """Make the finished checkpoint folder and check it; returns the report."""
     folder = run.state.folder / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     parts = [run.state.part_file(index) for index in range(len(run.blocks))]
     merge_shards([_write_rest(run), *parts], folder)
-    ignore = [row.name for row in run.plan.left_in_float]
-    config = run.checkpoint.config | {
-        "quantization_config": quantization_config(run.job.recipe.scheme, ignore)
-    }
-    if run.job.recipe.dtype != "auto":
-        config = {key: value for key, value in config.items() if key != "torch_dtype"}
-        config["dtype"] = run.job.recipe.dtype
-    write_json(folder / "config.json", config)
     copy_side_files(run.checkpoint.path, folder)
+    write_config(folder, _config(run))
     report = _report(run, folder, run.seconds_before + time.monotonic() - started)
+    report["sensitivities"] = [row.to_dict() for row in sensitivities or ()]
     write_provenance(folder, _provenance(run, report))
     _check_finished(run, folder)
     return report
 
 
+def _config(run: Run) -> dict[str, Any]:
+    """The `config.json` of the finished checkpoint."""
+    recipe = run.job.recipe
+    ignore = [row.name for row in run.plan.left_in_float]
+    config = run.checkpoint.config | {
+        "quantization_config": FORMATS[recipe.format].config(
+            run.schemes, ignore, recipe.scheme.kv_cache
+        )
+    }
+    if recipe.dtype != "auto":
+        config = {key: value for key, value in config.items() if key != "torch_dtype"}
+        config["dtype"] = recipe.dtype
+    return config
+
+
 def _write_rest(run: Run) -> Path:
     """The part file of every tensor outside the blocks."""
     file = run.state.folder / "part-rest.safetensors"
+    chosen = FORMATS[run.job.recipe.format]
     inside = tuple(f"{run.family.blocks}.{index}." for index in range(len(run.blocks)))
-    rest = [name for name in run.checkpoint.tensors if not name.startswith(inside)]
-    write_safetensors(file, {name: run.stored(run.checkpoint.read(name)) for name in rest})
+    tensors: dict[str, torch.Tensor] = {}
+    linears: dict[str, QuantizedLinear] = {}
+    for name in run.checkpoint.tensors:
+        if name.startswith(inside):
+            continue
+        tensor, module = run.checkpoint.read(name), name.removesuffix(".weight")
+        if module in run.schemes:
+            scheme = run.schemes[module]
+            linears[module] = _round_rows(tensor, scheme.weights, run.plan.scale_dtype)
+            tensors |= pack_linear(module, linears[module], scheme, chosen)
+        else:
+            tensors[name] = run.stored(tensor)
+    write_safetensors(file, tensors)
+    check_part(file, linears, run.schemes, chosen)
     return file
+
+
+def _round_rows(
+    weight: torch.Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+) -> QuantizedLinear:
+    """Round an embedding or head (vocabulary, hidden): each row is read alone, none weighs more."""
+    weight = weight.float()
+    if not torch.isfinite(weight).all():
+        raise ValueError("the embedding or head holds values that are not finite")
+    even = torch.ones(weight.shape[1])
+    scale, zero = find_scales(weight, even, scheme, ScaleSearch(), scale_dtype)
+    codes = round_to_codes(weight, scale, zero, scheme.bits)
+    return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits)
 
 
 def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
@@ -55,7 +97,7 @@ def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
     packed = sum(
         info.nbytes
         for name, info in after.tensors.items()
-        if name.rpartition(".")[2].startswith("weight_")
+        if name.rpartition(".")[2] in PACKED_TENSORS
     )
     return {
         "model": run.job.model,
@@ -67,6 +109,8 @@ def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         "bytes": {"before": run.checkpoint.num_bytes, "after": after.num_bytes},
         "bits_per_weight": 8 * packed / weights,
         "layers": [asdict(row) for row in run.state.rows],
+        "sites": [asdict(site) for site in run.state.sites],
+        "warnings": list(run.plan.warnings),
         "left_in_float": [asdict(row) for row in run.plan.left_in_float],
     }
 
@@ -86,14 +130,22 @@ def _provenance(run: Run, report: dict[str, Any]) -> dict[str, Any]:
         "calibration": _calibration(run),
         "source": run.job.model,
         "source_fingerprint": run.checkpoint.fingerprint,
+        "transformed_tensors": _transformed(run),
         "kept_tensors": sorted(run.checkpoint.tensors.keys() - run.model.state_dict().keys()),
         "report": report,
     }
 
 
+def _transformed(run: Run) -> list[str]:
+    """Tensors that are not the source's, rounding aside: there is nothing to compare them with."""
+    if run.job.recipe.rotation is not None:
+        return sorted(run.checkpoint.tensors)
+    return sorted(set(run.state.transformed))
+
+
 def _check_finished(run: Run, folder: Path) -> None:
     """Raise CheckFailed if a Linear was forgotten or the folder is not sound."""
-    planned = {linear.name for linear in run.plan.linears}
+    planned = {linear.name for linear in run.plan.inside(run.family.blocks)}
     done = {row.name for row in run.state.rows}
     if planned != done:
         raise CheckFailed(f"not as planned: {', '.join(sorted(planned ^ done))}")

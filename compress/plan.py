@@ -5,17 +5,20 @@ be known to be wrong by then is an error here: a group that does not divide, a p
 nothing, an architecture without a record.
 """
 
-import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from compress.artifacts import LeftInFloat
+from compress.assign import assign_schemes, linear_shape
+from compress.calib.methods import ROUNDERS
 from compress.devices import DTYPES
+from compress.export.formats import FORMATS
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily, SharedInput
 from compress.recipe import Recipe
-from compress.scheme import WeightScheme, group_width
+from compress.scheme import LinearScheme, WeightScheme, group_width
 
 BATCH_TOKENS = 4096  # of one forward pass of a block
 _INTERPRETER_BYTES = 600_000_000  # Python, torch, transformers and a tokenizer, measured on Linux
@@ -27,17 +30,28 @@ class PlannedLinear:
 
     name: str
     shape: tuple[int, int]
-    scheme: WeightScheme
+    scheme: LinearScheme
     scale_dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its codes, scales and zero points on disk (padding aside)."""
-        out_features, in_features = self.shape
-        groups = out_features * (in_features // group_width(self.scheme, in_features))
-        zero_bits = 0 if self.scheme.symmetric else self.scheme.bits
-        code_bits = out_features * in_features * self.scheme.bits
-        return (code_bits + groups * zero_bits) // 8 + groups * self.scale_dtype.itemsize
+        return stored_bytes(self.shape, self.scheme, self.scale_dtype)
+
+
+def stored_bytes(shape: tuple[int, int], scheme: LinearScheme, scale_dtype: torch.dtype) -> int:
+    """Bytes on disk of the codes, scales and zero points of a Linear (out, in), padding aside."""
+    out_features, in_features = shape
+    weights = scheme.weights
+    if weights.block_size is not None:
+        scales = -(-out_features // weights.block_size) * -(-in_features // weights.block_size)
+    else:
+        scales = out_features * (in_features // group_width(weights, in_features))
+    zero_bits = 0 if weights.symmetric else weights.bits
+    # with quantized inputs readers want whole bytes
+    bits = weights.bits if scheme.activations is None else 8
+    code_bits = out_features * in_features * bits
+    return (code_bits + scales * zero_bits) // 8 + scales * scale_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +61,15 @@ class Plan:
     linears: tuple[PlannedLinear, ...]
     left_in_float: tuple[LeftInFloat, ...]
     float_dtype: torch.dtype
+    scale_dtype: torch.dtype
     bytes_before: int
     bytes_after: int
     peak_memory_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    def inside(self, blocks: str) -> list[PlannedLinear]:
+        """The Linears of the list of blocks named `blocks`: all but an embedding or a head."""
+        return [linear for linear in self.linears if linear.name.startswith(f"{blocks}.")]
 
     @property
     def bits_per_weight(self) -> float:
@@ -59,84 +79,53 @@ class Plan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, family: ModelFamily, recipe: Recipe, *, calibration_tokens: int
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    recipe: Recipe,
+    *,
+    calibration_tokens: int,
+    chosen: Mapping[str, WeightScheme] | None = None,
 ) -> Plan:
     """Decide for every Linear of `checkpoint`. ValueError names each that cannot be done.
 
-    `calibration_tokens`, of all sequences together, only enters the estimate of peak memory.
+    `calibration_tokens`, of all sequences together, enters the estimate of peak memory and the
+    warnings; `chosen` holds the weights that a budget search decided on.
     """
     if "quantization_config" in checkpoint.config:
         raise ValueError(f"{checkpoint.path}: already quantized; start from the float checkpoint")
-    num_blocks = int(checkpoint.config["num_hidden_layers"])
-    names = [
-        f"{family.blocks}.{block}.{linear}"
-        for block in range(num_blocks)
-        for linear in family.block_linears
-    ]
-    missing = [name for name in names if f"{name}.weight" not in checkpoint.tensors]
-    if missing:
-        raise ValueError(f"{checkpoint.path}: no tensor {missing[0]}.weight")
-    others = _linears_outside(checkpoint, family, names)
-    ignored = _ignored(recipe.ignore, [*names, *(row.name for row in others)])
+    schemes, left = assign_schemes(checkpoint, family, recipe, chosen)
     float_dtype = _float_dtype(checkpoint, family, recipe)
+    scale_dtype = FORMATS[recipe.format].scale_dtype or float_dtype
     planned = tuple(
         PlannedLinear(
             name=name,
-            shape=_shape(checkpoint, name),
-            scheme=recipe.scheme.weights,
-            scale_dtype=float_dtype,
+            shape=linear_shape(checkpoint, name),
+            scheme=scheme,
+            scale_dtype=scale_dtype,
         )
-        for name in names
-        if name not in ignored
+        for name, scheme in schemes.items()
     )
-    if not planned:
-        raise ValueError("the recipe ignores every Linear: nothing would be quantized")
-    _check_groups(planned)
-    _check_fused(family, num_blocks, ignored)
-    left = [LeftInFloat(name=name, reason=f"ignored by {ignored[name]!r}") for name in ignored]
-    left += [row for row in others if row.name not in ignored]
     return Plan(
         linears=planned,
         left_in_float=tuple(left),
         float_dtype=float_dtype,
+        scale_dtype=scale_dtype,
         bytes_before=checkpoint.num_bytes,
         bytes_after=_bytes_after(checkpoint, planned, float_dtype),
         peak_memory_bytes=_peak_memory(checkpoint, family, calibration_tokens),
+        warnings=tuple(_warnings(planned, recipe, calibration_tokens)),
     )
 
 
-def _linears_outside(
-    checkpoint: Checkpoint, family: ModelFamily, inside: list[str]
-) -> list[LeftInFloat]:
-    """Matrices that are not among the Linears of the blocks, the embedding aside."""
-    known = {*inside, family.embedding}
-    rows = []
-    for tensor, info in checkpoint.tensors.items():
-        name = tensor.removesuffix(".weight")
-        if len(info.shape) != 2 or name in known or name == tensor:
-            continue
-        reason = "output head" if name == family.head else "not in the family's list of Linears"
-        rows.append(LeftInFloat(name=name, reason=reason))
-    if f"{family.head}.weight" not in checkpoint.tensors:
-        rows.append(LeftInFloat(name=family.head, reason="output head, tied to the embedding"))
-    return rows
-
-
-def _ignored(patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
-    """Name -> the first pattern that matches it. A pattern that matches nothing is an error."""
-    ignored: dict[str, str] = {}
-    for pattern in patterns:
-        try:
-            expression = re.compile(pattern.removeprefix("re:"))
-        except re.error as error:
-            raise ValueError(f"ignore: {pattern!r} is not a regular expression ({error})") from None
-        is_regex = pattern.startswith("re:")
-        hits = [name for name in names if (expression.match(name) if is_regex else name == pattern)]
-        if not hits:
-            raise ValueError(f"ignore: {pattern!r} matches no Linear, such as {names[0]!r}")
-        for name in hits:
-            ignored.setdefault(name, pattern)
-    return ignored
+def _warnings(
+    planned: tuple[PlannedLinear, ...], recipe: Recipe, calibration_tokens: int
+) -> Iterator[str]:
+    widest = max(planned, key=lambda linear: linear.shape[1])
+    if ROUNDERS[recipe.method.kind].needs_second_moment and calibration_tokens < widest.shape[1]:
+        yield (
+            f"{calibration_tokens} calibration tokens do not determine the {widest.shape[1]} inputs"
+            f" of {widest.name}: use more samples (--calib-samples, --calib-length)"
+        )
 
 
 def _float_dtype(checkpoint: Checkpoint, family: ModelFamily, recipe: Recipe) -> torch.dtype:
@@ -146,41 +135,6 @@ def _float_dtype(checkpoint: Checkpoint, family: ModelFamily, recipe: Recipe) ->
     if dtype not in DTYPES.values():
         raise ValueError(f"{checkpoint.path}: weights in {dtype}; set dtype to one of {[*DTYPES]}")
     return dtype
-
-
-def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    out_features, in_features = checkpoint.tensors[f"{name}.weight"].shape
-    return out_features, in_features
-
-
-def _check_groups(planned: tuple[PlannedLinear, ...]) -> None:
-    """Raise one ValueError that names every Linear whose groups are not whole."""
-    width = planned[0].scheme.group_size
-    bad = [linear for linear in planned if width > 0 and linear.shape[1] % width]
-    if not bad:
-        return
-    sizes = {linear.shape[1] for linear in planned}
-    fitting = [size for size in (128, 64, 32, 16) if not any(n % size for n in sizes)]
-    advice = f"group_size {fitting[0]} divides all" if fitting else "use group_size -1"
-    names = ", ".join(f"{linear.name} ({linear.shape[1]} inputs)" for linear in bad)
-    raise ValueError(
-        f"scheme.weights.group_size {width} does not divide the inputs of {len(bad)} Linears"
-        f" ({advice}): {names}"
-    )
-
-
-def _check_fused(family: ModelFamily, num_blocks: int, ignored: dict[str, str]) -> None:
-    """Linears that serving engines fuse into one matrix must be all quantized or all left."""
-    for block in range(num_blocks):
-        for shared in family.shared_inputs:
-            names = [f"{family.blocks}.{block}.{linear}" for linear in shared.linears]
-            kept = [name for name in names if name in ignored]
-            if kept and len(kept) < len(names):
-                rest = ", ".join(name for name in names if name not in ignored)
-                raise ValueError(
-                    f"ignore: {', '.join(kept)} would stay in float but {rest} not; serving engines"
-                    " fuse them into one matrix, so ignore all or none"
-                )
 
 
 def _bytes_after(

@@ -8,31 +8,92 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
+from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from compress.calib.methods import Method
+from compress.calib.methods.awq import AWQ
+from compress.calib.methods.gptq import GPTQ
+from compress.calib.methods.rotation import Rotation
+from compress.calib.methods.smoothquant import SmoothQuant
+from compress.export.formats import FORMATS
 from compress.lookup import lookup
-from compress.scheme import QuantScheme
+from compress.scheme import QuantScheme, WeightScheme
+
+BlockTransform = AWQ | SmoothQuant
+Transform = Annotated[BlockTransform | Rotation, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bits per weight to spend on the quantized Linears, scales and zero points included.
+
+    The bits of each Linear are chosen among `choices`, by the error that each makes on
+    `num_samples` calibration sequences; the rest of its scheme is `scheme.weights`.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    bits_per_weight: float
+    choices: tuple[int, ...] = (2, 3, 4, 8)
+    num_samples: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bits_per_weight < inf:
+            raise ValueError(f"bits_per_weight must be positive, got {self.bits_per_weight}")
+        if not self.choices or len(set(self.choices)) < len(self.choices):
+            raise ValueError(f"choices must be different bit widths, got {self.choices}")
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be positive, got {self.num_samples}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """`ignore` holds module names or `re:` patterns of Linears that stay in float.
+    """What to quantize to, and how.
 
-    `dtype` is the dtype of everything stored in float, scales included; `auto` keeps that of the
-    source checkpoint.
+    transforms       applied to the float weights before rounding, in this order
+    budget           chooses the bits of each Linear, instead of `scheme.weights.bits` for all
+    embedding        scheme of the embedding and the head, None to leave them in float
+    true_sequential  Linears of a block see inputs from the quantized ones before them
+    ignore           module names or `re:` patterns of Linears that stay in float
+    format           in which the checkpoint is written
+    dtype            of everything stored in float, scales included; `auto` keeps that of the source
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     scheme: QuantScheme = field(default_factory=QuantScheme)
     method: Method
+    transforms: tuple[Transform, ...] = ()
+    budget: Budget | None = None
+    embedding: WeightScheme | None = None
+    true_sequential: bool = False
     ignore: tuple[str, ...] = ()
+    format: str = "compressed-tensors"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+
+    def __post_init__(self) -> None:
+        lookup(FORMATS, self.format, "format")
+        weights = (self.scheme.weights, *(o.weights for o in self.scheme.overrides))
+        if isinstance(self.method, GPTQ) and any(w.type == "float" for w in weights):
+            raise ValueError("method gptq rounds to integers; float weights need method rtn")
+        if sum(isinstance(transform, Rotation) for transform in self.transforms) > 1:
+            raise ValueError("transforms: a model is rotated once")
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """The rotation of the whole model, if there is one; it comes before other transforms."""
+        found = [item for item in self.transforms if isinstance(item, Rotation)]
+        return found[0] if found else None
+
+    @property
+    def block_transforms(self) -> tuple[BlockTransform, ...]:
+        """The transforms that work on one block at a time, in order."""
+        return tuple(item for item in self.transforms if not isinstance(item, Rotation))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML, JSON and fingerprints."""

@@ -5,6 +5,7 @@ The staging folder of a run holds, besides the part files of finished blocks:
   lock                held (flock) by the process that works on the folder
   state.json          fingerprint of everything the result depends on, rows of the report so far
   activations-N.bin   input of block N, the next one to do
+  float-N.bin         the same in the float model, if the method aims at it
 
 `state.json` is replaced atomically after a block's part file and its outputs are complete; it is
 the commit point. Whatever a killed run left beyond it is written again, to the same bytes.
@@ -22,7 +23,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from compress.artifacts import LayerReport
+from compress.calib.scene import SiteReport
 from compress.models.checkpoint import read_json
+
+
+@dataclass(slots=True)
+class BlockResult:
+    """What was done to one block: its report, and the tensors that are not as in the source."""
+
+    rows: list[LayerReport] = field(default_factory=list)
+    sites: list[SiteReport] = field(default_factory=list)
+    transformed: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -34,29 +45,37 @@ class RunState:
     next_block: int | None = None
     seconds: float = 0.0
     rows: list[LayerReport] = field(default_factory=list)
+    sites: list[SiteReport] = field(default_factory=list)
+    transformed: list[str] = field(default_factory=list)
 
     def part_file(self, block: int) -> Path:
         """Where the packed tensors of a block go."""
         return self.folder / f"part-{block:05d}.safetensors"
 
-    def activations_file(self, block: int) -> Path:
-        """Where the input of a block lies."""
-        return self.folder / f"activations-{block:05d}.bin"
+    def activations_file(self, block: int, chain: str = "quantized") -> Path:
+        """Where the input of a block lies, in the quantized or the float model."""
+        name = "activations" if chain == "quantized" else chain
+        return self.folder / f"{name}-{block:05d}.bin"
 
-    def commit(self, next_block: int, rows: list[LayerReport], seconds: float) -> None:
+    def commit(self, next_block: int, result: BlockResult, seconds: float) -> None:
         """Everything before `next_block` is done; its input no longer needs the one before."""
         self.next_block, self.seconds = next_block, seconds
-        self.rows += rows
+        self.rows += result.rows
+        self.sites += result.sites
+        self.transformed += result.transformed
         values = {
             "fingerprint": self.fingerprint,
             "next_block": next_block,
             "seconds": seconds,
             "rows": [asdict(row) for row in self.rows],
+            "sites": [asdict(site) for site in self.sites],
+            "transformed": self.transformed,
         }
         temporary = self.folder / "state.json.tmp"
         temporary.write_text(json.dumps(values), encoding="utf-8")
         os.replace(temporary, self.folder / "state.json")
-        self.activations_file(next_block - 1).unlink(missing_ok=True)
+        for chain in ("quantized", "float"):
+            self.activations_file(next_block - 1, chain).unlink(missing_ok=True)
 
 
 def fingerprint_of(values: dict[str, Any]) -> str:
@@ -108,6 +127,8 @@ def _read_state(folder: Path, fingerprint: str, *, resume: bool, force: bool) ->
         )
     fresh.next_block, fresh.seconds = values["next_block"], values["seconds"]
     fresh.rows = [LayerReport(**row) for row in values["rows"]]
+    fresh.sites = [SiteReport(**site) for site in values["sites"]]
+    fresh.transformed = values["transformed"]
     return fresh
 
 

@@ -1,18 +1,26 @@
 """One run of `compress quantize`: what was asked for, and what its steps share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
 from compress.calib.capture import open_activations
 from compress.calib.data import CalibrationData, CalibrationSpec
+from compress.calib.methods import ROUNDERS
+from compress.calib.methods.gptq import GPTQ
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily
 from compress.plan import BATCH_TOKENS, Plan
 from compress.recipe import Recipe
 from compress.resume import RunState
+from compress.scheme import LinearScheme
+
+Chain = Literal["quantized", "float"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +39,20 @@ class QuantizeJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """Which statistics the recipe needs of the inputs of Linears, see collectors.py."""
+
+    second_moment: bool
+    magnitudes: bool
+    float_chain: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the steps of one run share. `dtype` is that of the forward passes."""
+    """What the steps of one run share. `dtype` is that of the forward passes.
+
+    `checkpoint` is the float model as it is to be rounded: rotated, if the recipe rotates it.
+    """
 
     job: QuantizeJob
     checkpoint: Checkpoint
@@ -56,12 +76,35 @@ class Run:
         assert isinstance(blocks, nn.ModuleList), f"{self.family.blocks} is not a list of blocks"
         return blocks
 
-    def activations(self, block: int, *, create: bool = False) -> torch.Tensor:
-        """The input of `block`, (num_samples, length, hidden)."""
+    @cached_property
+    def schemes(self) -> Mapping[str, LinearScheme]:
+        """Full name -> scheme of every Linear that will be quantized."""
+        return {linear.name: linear.scheme for linear in self.plan.linears}
+
+    @property
+    def needs(self) -> Needs:
+        """What must be collected for the recipe."""
+        recipe = self.job.recipe
+        activations = recipe.scheme.activations
+        return Needs(
+            second_moment=ROUNDERS[recipe.method.kind].needs_second_moment,
+            magnitudes=bool(recipe.block_transforms)
+            or (activations is not None and not activations.dynamic),
+            float_chain=isinstance(recipe.method, GPTQ) and recipe.method.asymmetry > 0,
+        )
+
+    def activations(
+        self,
+        block: int,
+        *,
+        chain: Chain = "quantized",
+        create: bool = False,
+    ) -> torch.Tensor:
+        """The input of `block`, (num_samples, length, hidden), in one of the two chains."""
         num_samples, length = self.data.tokens.shape
         shape = (num_samples, length, int(self.checkpoint.config["hidden_size"]))
         return open_activations(
-            self.state.activations_file(block), shape, self.dtype, create=create
+            self.state.activations_file(block, chain), shape, self.dtype, create=create
         )
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:

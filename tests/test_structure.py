@@ -21,7 +21,8 @@ LAYERS = (
     {"export"},
     {"runtime"},
     {"evalsuite"},
-    {"recipe", "recipes", "plan", "resume", "run", "finish", "quantize", "train_draft", "render"},
+    {"recipe", "recipes", "knapsack", "assign", "plan", "resume", "run", "budget", "block"},
+    {"finish", "quantize", "train_draft", "convert", "ablate", "render"},
     {"cli"},
     {"__main__"},
 )

@@ -1,21 +1,22 @@
 """GPTQ: round column by column, and let the columns not yet rounded make up for each error.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-arXiv 2210.17323. With H = X^T X over the calibration inputs and U the upper Cholesky factor of H^-1
-(the paper's step 3), for each column j, in blocks of `block_size`:
+arXiv 2210.17323. H = X^T X over the calibration inputs (eq. 3), damped, inverted and factored once
+(step 3); the column loop is in columns.py. What may be chosen:
 
-    q_j = quantize(w_j)                       e_j = (w_j - dequantize(q_j)) / U_jj          (eq. 2)
-    w_k -= U_jk e_j   for k > j in the block; columns past the block get E U in one product (eq. 4)
-
-Scales are static: found from the original weights, one set for all columns, so that columns can be
-visited in any order without an index tensor at run time. `act_order` visits them by falling H_jj,
-the columns that matter most first, while most others can still correct them.
-
-Inside the loop W and U carry the paper's meaning, W transposed: column j of the paper is row j
-here, so that each step touches contiguous memory.
+order        activation: columns by falling H_jj, those that matter most first, while most others
+             can still correct them. group: groups by their largest H_jj, columns by falling H_jj
+             inside each. none: as they lie. No order needs an index tensor at run time.
+groups       static: all scales from the original weights. refound: those of a group when its first
+             column is reached, from weights that carry the corrections so far.
+asymmetry    a > 0 aims at the outputs of the float model instead of those of the float layer on
+             quantized inputs (GPTAQ, Li et al., arXiv 2504.02692). With X~ the inputs in the float
+             model, the weights that are rounded are the (partial) least-squares answer to
+             X W'^T ~ X~ W^T:     W' = W + a W ((X~ - X)^T X) (H + damping)^-1
+refinement   scales and codes are improved in turns after the solve, see refine.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, Literal
 
@@ -24,8 +25,11 @@ from pydantic import ConfigDict
 
 from compress.artifacts import QuantizedLinear
 from compress.calib.collectors import InputStatistics
+from compress.calib.methods.columns import Grid, solve_columns
+from compress.calib.methods.refine import Refinement, refine
+from compress.calib.methods.rtn import RTN, round_rtn
 from compress.calib.methods.scales import ScaleSearch, find_scales
-from compress.scheme import WeightScheme, code_range, round_to_codes
+from compress.scheme import PER_CHANNEL, WeightScheme, group_width
 
 _DAMPING_STEPS = 4  # each ten times the one before; the last is far past any useful damping
 
@@ -39,13 +43,23 @@ class GPTQ:
     kind: Literal["gptq"] = "gptq"
     damping: float = 0.01
     block_size: int = 64
-    act_order: bool = True
+    order: Literal["activation", "group", "none"] = "activation"
+    groups: Literal["static", "refound"] = "static"
+    asymmetry: float = 0.0
     scale: ScaleSearch = field(default_factory=ScaleSearch)
+    refinement: Refinement = field(default_factory=Refinement)
 
     def __post_init__(self) -> None:
         if not 0 < self.damping < inf or self.block_size < 1:
             raise ValueError(
                 f"damping and block_size must be positive, got {self.damping}, {self.block_size}"
+            )
+        if not 0 <= self.asymmetry <= 1:
+            raise ValueError(f"asymmetry must be between 0 and 1, got {self.asymmetry}")
+        if self.groups == "refound" and self.order == "activation":
+            raise ValueError(
+                "groups: refound needs the columns of a group to be visited together, which order:"
+                " activation does not do; use order: group"
             )
 
 
@@ -59,21 +73,39 @@ def round_gptq(
     """Quantize `weight` (O, I) fp32 with the second moment of its inputs.
 
     The second value is None, or why the result is not plain GPTQ: a larger damping was needed, or
-    the weight was rounded to nearest because H has no Cholesky factor at any damping.
+    the weight was rounded to nearest because no token reached the Linear or H has no Cholesky
+    factor at any damping.
     """
-    scale, zero = find_scales(weight, statistics.mean_square, scheme, method.scale, scale_dtype)
     hessian = statistics.second_moment
-    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-    if not method.act_order:
-        order = torch.arange(len(order), device=order.device)
+    order = visiting_order(hessian.diagonal(), method.order, group_width(scheme, len(hessian)))
     factor, damping = inverse_factor(hessian[order][:, order], method.damping)
     if factor is None:
-        codes = round_to_codes(weight, scale, zero, scheme.bits)
-        note: str | None = f"rtn: H is not positive definite even with damping {damping:g}"
-    else:
-        codes = _solve(weight, factor, order, scale, zero, scheme.bits, method.block_size)
-        note = None if damping == method.damping else f"damping raised to {damping:g}"
-    return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits), note
+        linear, _ = round_rtn(weight, statistics, scheme, RTN(scale=method.scale), scale_dtype)
+        seen = f"H is not positive definite even with damping {damping:g}"
+        return linear, f"rtn: {seen if statistics.num_tokens else 'no token reached it'}"
+    if method.asymmetry:
+        shift = _shift_to_float(weight, statistics.cross_moment, factor, order)
+        weight = weight + method.asymmetry * shift
+    grid = _grid(weight, statistics.mean_square, scheme, method, scale_dtype)
+    codes = solve_columns(weight, factor, order, grid, method.block_size)
+    linear = QuantizedLinear(
+        codes=codes, scale=grid.scale, zero_point=grid.zero_point, bits=scheme.bits
+    )
+    if method.refinement.rounds:
+        linear = refine(linear, weight, _damped(hessian, damping), method.refinement)
+    return linear, None if damping == method.damping else f"damping raised to {damping:g}"
+
+
+def visiting_order(diagonal: torch.Tensor, order: str, group_size: int) -> torch.Tensor:
+    """Columns (I,) in the order of their visit; `diagonal` (I,) is that of H."""
+    if order == "none":
+        return torch.arange(len(diagonal), device=diagonal.device)
+    if order == "activation":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    grouped = diagonal.view(-1, group_size)
+    groups = torch.argsort(grouped.amax(1), descending=True, stable=True)
+    inside = torch.argsort(grouped[groups], dim=1, descending=True, stable=True)
+    return (groups[:, None] * group_size + inside).flatten()
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor | None, float]:
@@ -83,14 +115,11 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor 
     no evidence for anything else. Damping is raised tenfold until the factor exists, and is None if
     it never does.
     """
-    diagonal = hessian.diagonal()
-    mean = diagonal.mean()
-    identity = torch.eye(len(hessian), device=hessian.device)
-    hessian = hessian + torch.diag(torch.where(diagonal == 0, mean, 0))
+    is_usable = bool(hessian.diagonal().mean() > 0)
     for step in range(_DAMPING_STEPS):
         used = damping * 10**step
-        lower, failed = torch.linalg.cholesky_ex(hessian + used * mean * identity)
-        if failed or not mean > 0:
+        lower, failed = torch.linalg.cholesky_ex(_damped(hessian, used))
+        if failed or not is_usable:
             continue
         inverse = torch.cholesky_inverse(lower)
         upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
@@ -99,48 +128,37 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> tuple[torch.Tensor 
     return None, used
 
 
-def _solve(
+def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    return hessian + torch.diag(torch.where(diagonal == 0, mean, 0) + damping * mean)
+
+
+def _shift_to_float(
+    weight: torch.Tensor, cross_moment: torch.Tensor, factor: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """W C (H + damping)^-1 (O, I), C = (X~ - X)^T X (I, I), `factor` U for columns in `order`."""
+    shift = torch.empty_like(weight)
+    shift[:, order] = (weight @ cross_moment)[:, order] @ factor.T @ factor
+    return shift
+
+
+def _grid(
     weight: torch.Tensor,
-    factor: torch.Tensor,
-    order: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    block_size: int,
-) -> torch.Tensor:
-    """Codes (O, I) int8 of `weight` (O, I), its columns visited in `order` (I,)."""
-    in_features = weight.shape[1]
-    U, W = factor, weight.T[order].contiguous()
-    group = order // (in_features // scale.shape[1])
-    S = scale.float().T[group]
-    Z = torch.zeros_like(S) if zero_point is None else zero_point.float().T[group]
-    Q = torch.empty_like(W)
-    for start in range(0, in_features, block_size):
-        stop = min(start + block_size, in_features)
-        block = slice(start, stop)
-        E = _solve_block(W[block], U[block, block], S[block], Z[block], Q[block], bits)
-        W[stop:].addmm_(U[block, stop:].T, E, alpha=-1)
-    codes = torch.empty_like(Q, dtype=torch.int8)
-    codes[order] = Q.to(torch.int8)
-    return codes.T.contiguous()
+    importance: torch.Tensor,
+    scheme: WeightScheme,
+    method: GPTQ,
+    scale_dtype: torch.dtype,
+) -> Grid:
+    scale, zero_point = find_scales(weight, importance, scheme, method.scale, scale_dtype)
+    grid = Grid(scale=scale, zero_point=zero_point, bits=scheme.bits)
+    if method.groups == "refound":
+        width = group_width(scheme, weight.shape[1])
+        whole = replace(scheme, group_size=PER_CHANNEL)
 
+        def find(columns: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            weights = importance[group * width : (group + 1) * width]
+            return find_scales(columns, weights, whole, method.scale, scale_dtype)
 
-def _solve_block(
-    W: torch.Tensor,
-    U: torch.Tensor,
-    S: torch.Tensor,
-    Z: torch.Tensor,
-    Q: torch.Tensor,
-    bits: int,
-) -> torch.Tensor:
-    """Fill Q (B, O) with the codes of one block of columns W (B, O), in place; returns E (B, O)."""
-    qmin, qmax = code_range(bits)
-    E = torch.empty_like(W)
-    inverse_diagonal = (1 / U.diagonal()).tolist()
-    for j in range(len(W)):
-        w, s, z, q = W[j], S[j], Z[j], Q[j]
-        torch.div(w, s, out=q)
-        q.add_(z).round_().clamp_(qmin, qmax)
-        e = torch.sub(q, z, out=E[j]).mul_(s).sub_(w).mul_(-inverse_diagonal[j])
-        W[j + 1 :].addr_(U[j, j + 1 :], e, alpha=-1)
-    return E
+        grid.find = find
+    return grid

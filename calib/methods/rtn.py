@@ -8,6 +8,7 @@ from pydantic import ConfigDict
 
 from compress.artifacts import QuantizedLinear
 from compress.calib.collectors import InputStatistics
+from compress.calib.methods.fp8 import round_fp8
 from compress.calib.methods.scales import ScaleSearch, find_scales
 from compress.scheme import WeightScheme, round_to_codes
 
@@ -30,6 +31,8 @@ def round_rtn(
     scale_dtype: torch.dtype,
 ) -> tuple[QuantizedLinear, str | None]:
     """Codes of `weight` (O, I) fp32, and None: there is nothing to fall back to."""
+    if scheme.type == "float":
+        return round_fp8(weight, scheme, scale_dtype), None
     scale, zero = find_scales(weight, statistics.mean_square, scheme, method.scale, scale_dtype)
     codes = round_to_codes(weight, scale, zero, scheme.bits)
     return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits), None

@@ -6,8 +6,8 @@ Legend: O out_features, I in_features, G groups per row, W columns per group (I 
            s = (max - min) / (qmax - qmin) with min <= 0 <= max when asymmetric
   search   tries smaller ranges (a grid of shrink factors) and keeps, per group, the one with the
            least sum over columns of importance * |w - w_hat|^norm, importance = mean square of the
-           column's input. Symmetric: the largest weight may also land on qmin, which lies one step
-           further out than qmax, by a scale of either sign (signed full range).
+           column's input. Symmetric with few bits: the largest weight may also land on qmin, which
+           lies one step further out than qmax, by a scale of either sign (signed full range).
 
 Scales are rounded to the dtype in which they are stored before errors are measured, so that what is
 chosen is what will be read back.
@@ -22,6 +22,7 @@ from pydantic import ConfigDict
 
 from compress.scheme import WeightScheme, code_range, group_width
 
+_MAX_SIGNED_BITS = 4  # of more bits one step in range is too little to pay a second search for
 _CHUNK_ELEMENTS = 1 << 17  # work of one pass fits the second-level cache
 
 
@@ -85,8 +86,8 @@ def _normalized(importance: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, importance / mean.clamp(min=1e-30), torch.ones_like(importance))
 
 
-def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to `dtype`, keeping the magnitude between its smallest and largest normal number."""
+def storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round `scale` (any shape) to `dtype`, its magnitude between the least and largest normal."""
     info = torch.finfo(dtype)
     magnitude = scale.abs().clamp(min=info.tiny, max=info.max)
     return torch.copysign(magnitude, scale).to(dtype)
@@ -102,11 +103,15 @@ def _symmetric(
     qmin, qmax = code_range(bits)
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
     if search.kind == "minmax":
-        return _storable(extreme.abs() / ((qmax - qmin) / 2), dtype), None
+        return storable(extreme.abs() / ((qmax - qmin) / 2), dtype), None
     best = _Best(groups, importance, search.norm)
+    if bits > _MAX_SIGNED_BITS:
+        ends = [extreme.abs() / ((qmax - qmin) / 2)]
+    else:
+        ends = [extreme / qmin, extreme / -qmin]
     for shrink in search.shrinks:
-        for sign in (1, -1):
-            scale = _storable(extreme * (sign * shrink / qmin), dtype)
+        for end in ends:
+            scale = storable(end * shrink, dtype)
             codes = torch.round(groups / scale.float()[..., None]).clamp_(qmin, qmax)
             best.offer(codes, scale)
     return best.scale, None
@@ -123,7 +128,7 @@ def _asymmetric(
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     best = _Best(groups, importance, search.norm)
     for shrink in search.shrinks:
-        scale = _storable((high - low) * (shrink / (qmax - qmin)), dtype)
+        scale = storable((high - low) * (shrink / (qmax - qmin)), dtype)
         step = scale.float()
         zero = torch.round(qmin - low * shrink / step).clamp_(qmin, qmax)
         codes = torch.round(groups / step[..., None] + zero[..., None]).clamp_(qmin, qmax)

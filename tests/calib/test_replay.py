@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compress.calib.capture import BlockCalls, batches, open_activations, record_block_calls
-from compress.calib.replay import collect_statistics, propagate
+from compress.calib.replay import BlockReplay, FloatChain, KVRanges
 from compress.models.family import FAMILIES, SharedInput, family_of
 from tests.factory import tiny_model
 
@@ -17,6 +17,10 @@ def load(architecture: str, folder: Path) -> nn.Module:
 
     path = tiny_model(architecture, folder, num_layers=3)
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+
+
+def replay_of(block: nn.Module, index: int, calls: BlockCalls, batch_size: int) -> BlockReplay:
+    return BlockReplay(block=block, index=index, calls=calls, batch_size=batch_size, device=CPU)
 
 
 def record(
@@ -42,7 +46,7 @@ def test_replaying_every_block_gives_the_models_hidden_states(
         expected = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     for index, block in enumerate(model.model.layers):
         outputs = torch.full_like(hidden, torch.nan)
-        propagate(block, index, calls, hidden, outputs, 2, CPU)
+        replay_of(block, index, calls, 2).propagate(hidden, outputs)
         hidden = outputs
     torch.testing.assert_close(model.model.norm(hidden), expected, atol=1e-5, rtol=1e-5)
 
@@ -67,9 +71,9 @@ def test_statistics_are_those_of_what_each_linear_reads(tmp_path: Path) -> None:
             block.get_submodule(name).register_forward_pre_hook(
                 lambda module, args, name=name: seen.setdefault(name, []).append(args[0])
             )
-    statistics = collect_statistics(
-        block, 0, calls, hidden, 2, shared_inputs, full=True, device=CPU
-    )
+    replay = replay_of(block, 0, calls, 2)
+    statistics = replay.new_statistics(shared_inputs, len(hidden), full=True)
+    replay.collect(hidden, statistics)
     for shared, stats in statistics.items():
         for name in shared.linears:
             rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[name]]).double()
@@ -85,10 +89,52 @@ def test_an_input_that_is_not_finite_is_named(tmp_path: Path) -> None:
     calls, hidden = record(model, tokens, batch_size=1)
     model.model.layers[0].mlp.up_proj.weight.data[5] = torch.inf
     shared = SharedInput(linears=("mlp.down_proj",))
+    replay = replay_of(model.model.layers[0], 0, calls, 1)
+    statistics = replay.new_statistics([shared], 1, full=False)
     with pytest.raises(ValueError, match=r"mlp.down_proj: .* not finite in column 5"):
-        collect_statistics(
-            model.model.layers[0], 0, calls, hidden, 1, [shared], full=False, device=CPU
-        )
+        replay.collect(hidden, statistics)
+
+
+def test_the_float_chain_runs_with_its_own_weights_and_inputs(tmp_path: Path) -> None:
+    model = load("LlamaForCausalLM", tmp_path / "model")
+    tokens = torch.randint(0, 331, (3, 7), generator=torch.Generator().manual_seed(0))
+    calls, hidden = record(model, tokens, batch_size=2)
+    block, ahead = model.model.layers[0], hidden + 0.1 * torch.randn_like(hidden)
+    own = {name: tensor.clone() for name, tensor in block.named_parameters()}
+    replay = replay_of(block, 0, calls, 2)
+    expected, seen = torch.empty_like(hidden), []
+    hook = block.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    replay.propagate(ahead, expected)
+    float_inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen])
+    for parameter in block.parameters():
+        parameter.data.mul_(1.01)
+    seen.clear()
+    replay.propagate(hidden, torch.empty_like(hidden))
+    inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen])
+    hook.remove()
+    shared = SharedInput(linears=("mlp.down_proj",))
+    statistics = replay.new_statistics([shared], 3, full=True, cross=True)
+    chain = FloatChain(inputs=ahead, outputs=torch.empty_like(hidden), weights=own)
+    replay.collect(hidden, statistics, chain)
+    assert torch.equal(chain.outputs, expected)
+    torch.testing.assert_close(
+        statistics[shared].cross_moment, (float_inputs - inputs).T @ inputs, atol=1e-4, rtol=1e-4
+    )
+    assert not torch.equal(block.mlp.down_proj.weight, own["mlp.down_proj.weight"])
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_kv_ranges_are_those_of_the_models_own_cache(architecture: str, tmp_path: Path) -> None:
+    model = load(architecture, tmp_path / "model")
+    tokens = torch.randint(0, 331, (3, 17), generator=torch.Generator().manual_seed(0))
+    calls, hidden = record(model, tokens, batch_size=2)
+    ranges = KVRanges()
+    replay_of(model.model.layers[0], 0, calls, 2).propagate(hidden, None, ranges)
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+    layer = cache.layers[0]
+    torch.testing.assert_close(ranges.keys, layer.keys.abs().amax((0, 2, 3)))
+    torch.testing.assert_close(ranges.values, layer.values.abs().amax((0, 2, 3)))
 
 
 def test_open_activations_maps_the_same_values_again(tmp_path: Path) -> None:

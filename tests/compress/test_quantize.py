@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from compress import block
 from compress import finish as finishing
 from compress import quantize as module
 from compress.calib.collectors import InputStatistics
 from compress.calib.data import CalibrationSpec, load_calibration
+from compress.calib.replay import BlockReplay
 from compress.errors import CheckFailed
-from compress.export.compressed_tensors import read_linear, read_scheme
+from compress.export.formats import read_linear, read_scheme
 from compress.export.verify import verify_checkpoint
 from compress.models.checkpoint import open_checkpoint
 from compress.models.family import FAMILIES, SharedInput
@@ -113,16 +115,16 @@ class Seen(NamedTuple):
 @pytest.fixture(scope="module")
 def seen(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     inputs, statistics = [], []
-    work = module.collect_statistics
+    work = BlockReplay.collect
 
-    def collect(*args: Any, **kwargs: Any) -> dict[SharedInput, InputStatistics]:
-        inputs.append(args[3].clone())
-        statistics.append(work(*args, **kwargs))
-        return statistics[-1]
+    def collect(self: BlockReplay, hidden: torch.Tensor, stats: Any, chain: Any = None) -> None:
+        work(self, hidden, stats, chain)
+        inputs.append(hidden.clone())
+        statistics.append(dict(stats))
 
     run = job(llama, tmp_path_factory.mktemp("seen") / "out", "scheme.weights.bits=2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "collect_statistics", collect)
+        patch.setattr(BlockReplay, "collect", collect)
         patch.setattr(module, "fast_dtype", lambda device: torch.float32)
         report = module.quantize(run)
     return Seen(run, report, inputs, statistics)
@@ -176,7 +178,7 @@ def test_relative_error_is_that_of_the_output_on_the_sample(seen: Seen, llama: P
 def test_plan_foresees_the_size(overrides: list[str], tied: bool, tmp_path: Path) -> None:
     source = tiny_model("Qwen2ForCausalLM", tmp_path / "float", tied=tied)
     asked = job(source, tmp_path / "out", *overrides, recipe="rtn-w4a16")
-    _, _, plan = module.plan_job(asked)
+    plan = module.plan_job(asked).plan
     size = module.quantize(asked)["bytes"]
     assert plan.bytes_before == size["before"]
     shapes = 16 * len(plan.linears)  # `weight_shape`, two int64
@@ -261,7 +263,15 @@ def fail_at_call(number: int, error: BaseException, work: Callable[..., Any]) ->
     return wrapper
 
 
-@pytest.mark.parametrize("step", ["collect_statistics", "write_safetensors", "propagate", "finish"])
+STEPS: dict[str, Any] = {
+    "collect": BlockReplay,
+    "write_safetensors": block,
+    "propagate": BlockReplay,
+    "finish": module,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("call", [1, 2])
 def test_interrupted_run_resumes_to_the_same_bytes(
     step: str, call: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +280,8 @@ def test_interrupted_run_resumes_to_the_same_bytes(
     call = 1 if step == "finish" else call
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(module, step, fail_at_call(call, KeyboardInterrupt(), getattr(module, step)))
+        owner = STEPS[step]
+        patch.setattr(owner, step, fail_at_call(call, KeyboardInterrupt(), getattr(owner, step)))
         with pytest.raises(KeyboardInterrupt):
             module.quantize(job(llama, out))
     assert not out.exists()
@@ -281,7 +292,8 @@ def test_interrupted_run_resumes_to_the_same_bytes(
 
 def interrupt(llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "propagate", fail_at_call(2, KeyboardInterrupt(), module.propagate))
+        stop = fail_at_call(2, KeyboardInterrupt(), BlockReplay.propagate)
+        patch.setattr(BlockReplay, "propagate", stop)
         with pytest.raises(KeyboardInterrupt):
             module.quantize(job(llama, out))
 
@@ -338,9 +350,7 @@ def test_full_disk_leaves_nothing_under_the_final_name(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(
-        module, "write_safetensors", fail_at_call(2, full, module.write_safetensors)
-    )
+    monkeypatch.setattr(block, "write_safetensors", fail_at_call(2, full, block.write_safetensors))
     with pytest.raises(OSError, match="No space left"):
         module.quantize(job(llama, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -370,12 +380,12 @@ def test_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 def test_forgotten_linear_fails_the_run(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = module._planned_inputs
+    work = block.planned_inputs
 
     def forgetful(run: Any, prefix: str) -> Any:
         return work(run, prefix)[:-1]
 
-    monkeypatch.setattr(module, "_planned_inputs", forgetful)
+    monkeypatch.setattr(block, "planned_inputs", forgetful)
     with pytest.raises(CheckFailed, match=r"not as planned: model.layers.0.mlp.down_proj"):
         module.quantize(job(llama, tmp_path / "out"))
 

@@ -48,7 +48,7 @@ def test_set_overrides_and_keeps_the_rest() -> None:
         ("scheme.weights.bit=3", "scheme.weights.bit: unknown key"),
         ("method.dampign=1", "method.dampign: unknown key"),
         ("shceme.weights.bits=3", "shceme: unknown key"),
-        ("scheme.weights.bits=5", "scheme.weights.bits: Input should be 2, 3, 4 or 8, got 5"),
+        ("scheme.weights.bits=9", "bits must be 2 to 8, got 9"),
         ("scheme.weights.group_size=0", "group_size must be positive or -1 .per channel., got 0"),
         ("method.kind=gtpq", "unknown method 'gtpq'; did you mean 'gptq'"),
         ("method.damping=-1", "damping and block_size must be positive, got -1"),
