@@ -1,7 +1,8 @@
 """Write the keys and values of new tokens into the paged pool.
 
 Shapes (T tokens, Hk heads, D head_dim, NB blocks of BS tokens):
-  k, v            (T, Hk, D)       fp16 | bf16 | fp32   contiguous rows, which may lie apart
+  k, v            (T, Hk, D)       fp16 | bf16 | fp32 | float8_e4m3fn   contiguous rows, which may
+                                                        lie apart
   k_pool, v_pool  (NB, Hk, BS, D)  dtype of k, contiguous; changed in place
   slots           (T,)             int64   block * BS + offset of each token; negative: skip it
 Mathematics: k_pool[slots // BS, :, slots % BS] = k, and the same for v.
@@ -11,9 +12,12 @@ which would wait for the GPU; torch raises IndexError.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from itertools import product
+
 import torch
 
 from compress.kernels.jit import FLOAT_DTYPES, CompileCase, check_rows, check_tensor, tl, triton
+from compress.scheme import FLOAT8
 
 # (largest number of values in a token's tile, num_warps). Not yet timed on a card.
 _TILES: tuple[tuple[int, int], ...] = ((1024, 1), (8192, 4), (65536, 16))
@@ -67,7 +71,7 @@ def kv_write_triton(
     slots: torch.Tensor,
 ) -> None:
     """Triton `kv_write`; shapes and contract in the module docstring, ValueError if broken."""
-    check_tensor("k", k, shape=(None, None, None), dtypes=FLOAT_DTYPES)
+    check_tensor("k", k, shape=(None, None, None), dtypes=(*FLOAT_DTYPES, FLOAT8))
     num_tokens, num_heads, head_dim = k.shape
     check_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,))
     check_tensor("k_pool", k_pool, shape=(None, num_heads, None, head_dim), dtypes=(k.dtype,))
@@ -80,7 +84,10 @@ def kv_write_triton(
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if num_tokens:
         constexprs, num_warps = _variant(num_heads, head_dim, k_pool.shape[2])
-        args = (k, v, k_pool, v_pool, slots, k.stride(0), v.stride(0))
+        # float8 is copied as bytes, which every GPU can load
+        as_stored = torch.uint8 if k.dtype == FLOAT8 else k.dtype
+        pointers = [tensor.view(as_stored) for tensor in (k, v, k_pool, v_pool)]
+        args = (*pointers, slots, k.stride(0), v.stride(0))
         _kv_write_kernel[(num_tokens,)](*args, **constexprs, num_warps=num_warps)
 
 
@@ -117,20 +124,20 @@ def kv_write_torch(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every row of the tile table: 3 heads of 64, 16 of 128, 128 of 256."""
-    types = dict.fromkeys(("k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr"), "*bf16")
+    """Every row of the tile table, 3 heads of 64, 16 of 128, 128 of 256, in 16 and in 8 bits."""
+    tensors = ("k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr")
     cases = []
-    for num_heads, head_dim in ((3, 64), (16, 128), (128, 256)):
+    for (num_heads, head_dim), dtype in product(((3, 64), (16, 128), (128, 256)), ("bf16", "u8")):
         constexprs, num_warps = _variant(num_heads, head_dim, 64)
         cases.append(
             CompileCase(
                 kernel=_kv_write_kernel,
-                label=f"heads={num_heads},head_dim={head_dim}",
-                types=types | {"slots_ptr": "*i64"},
+                label=f"{dtype},heads={num_heads},head_dim={head_dim}",
+                types=dict.fromkeys(tensors, f"*{dtype}") | {"slots_ptr": "*i64"},
                 constexprs=constexprs,
                 divisible=("stride_kt", "stride_vt"),
                 num_warps=num_warps,
-                meant=("load16",),
+                meant=("load16",) if dtype == "bf16" else (),
             )
         )
     return cases

@@ -3,7 +3,7 @@
 Shapes (T new tokens of S sequences, Hq query heads, Hk KV heads, D head_dim, NB blocks of BS
 tokens, MB blocks per table row; GROUP = Hq / Hk, any whole number):
   q               (T, Hq, D)       fp16 | bf16 | fp32   contiguous rows, which may lie apart
-  k_pool, v_pool  (NB, Hk, BS, D)  dtype of q, contiguous
+  k_pool, v_pool  (NB, Hk, BS, D)  dtype of q, or float8_e4m3fn, contiguous
   block_tables    (S, MB)          int32   pool block of each block of a sequence
   context_lens    (S,)             int32   tokens of each sequence, the new ones included
   query_starts    (S + 1,)         int32   s owns rows query_starts[s] to query_starts[s+1] of q
@@ -20,15 +20,18 @@ rows of one tile, and one block of the pool is one tile of keys, so a tile costs
 Sequences with at most 16 new tokens (decoding, verification of a draft) are cut along the context
 into segments of 512 tokens, one program each, merged in order by a second kernel. The cuts are at
 fixed positions and the kernel depends on the sequence's own query length, so a row gives the same
-bits alone, in a batch, or in a verification pass.
+bits alone, in a batch, or in a verification pass. A float8 pool is loaded as bytes, which every GPU
+can do, and put into the bits of wider floats: the values are exact.
 
 Dao, FlashAttention-2, arXiv:2307.08691; Kwon et al., PagedAttention, arXiv:2309.06180.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
+from compress.kernels.float8 import decode_float8
 from compress.kernels.jit import (
     FLOAT_DTYPES,
     CompileCase,
@@ -42,10 +45,12 @@ from compress.kernels.paged_attention_kernels import (
     segment_kernel,
     whole_context_kernel,
 )
+from compress.scheme import FLOAT8
 
 _MAX_SHORT_QUERY = 16  # new tokens; longer queries fill large tiles, and are not cut
 _SEGMENT = 512  # context tokens per program of a short query
 _NO_WINDOW = 1 << 30
+_BYTE_STAGES = 4  # at most, for float8 pools: with 5, converting the values spills registers
 
 
 class _Tile(NamedTuple):
@@ -53,6 +58,8 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
+
+_POOL_DTYPES = {"bf16": torch.bfloat16, "u8": torch.uint8}  # what is compiled without a GPU
 
 # Launch -> (largest bytes of one key, tile): a short query over one segment or, next to long ones,
 # over its whole context, and a long query. Short ones share block_m and num_warps, hence the order
@@ -115,6 +122,8 @@ def paged_attention_triton(
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel():
         return y
+    if k_pool.dtype == FLOAT8:
+        k_pool, v_pool = k_pool.view(torch.uint8), v_pool.view(torch.uint8)
     num_kv_heads, num_seqs = k_pool.shape[1], len(context_lens)
     sequences = (block_tables, context_lens, query_starts)
     scale_log2 = scale * 1.4426950408889634  # exp(x) = exp2(x log2(e))
@@ -153,8 +162,9 @@ def _check(
     window: int,
 ) -> None:
     check_tensor("q", q, shape=(None, None, None), dtypes=FLOAT_DTYPES)
-    check_tensor("k_pool", k_pool, shape=(None, None, None, q.shape[2]), dtypes=(q.dtype,))
-    check_tensor("v_pool", v_pool, shape=tuple(k_pool.shape), dtypes=(q.dtype,))
+    pool_shape = (None, None, None, q.shape[2])
+    check_tensor("k_pool", k_pool, shape=pool_shape, dtypes=(q.dtype, FLOAT8))
+    check_tensor("v_pool", v_pool, shape=tuple(k_pool.shape), dtypes=(k_pool.dtype,))
     check_tensor("context_lens", context_lens, shape=(None,), dtypes=(torch.int32,))
     num_seqs = len(context_lens)
     check_tensor("block_tables", block_tables, shape=(num_seqs, None), dtypes=(torch.int32,))
@@ -191,7 +201,8 @@ def _variant(
         "BLOCK_D": block_d,
         "SEGMENT_TILES": 0 if launch == "long" else _SEGMENT // block_size,
     }
-    return constexprs, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    num_stages = tile.num_stages if k_pool.itemsize > 1 else min(tile.num_stages, _BYTE_STAGES)
+    return constexprs, {"num_warps": tile.num_warps, "num_stages": num_stages}
 
 
 def _num_tiles(max_query_len: int, constexprs: dict[str, int]) -> int:
@@ -228,7 +239,10 @@ def paged_attention_torch(
         blocks = block_tables[s, low : -(-context // block_size)].long()
         shape = (num_kv_heads, len(blocks) * block_size, head_dim)
         num_keys = context - low * block_size
-        k, v = (p[blocks].transpose(0, 1).reshape(shape)[:, :num_keys] for p in (k_pool, v_pool))
+        k, v = (
+            _in_dtype(p[blocks], q.dtype).transpose(0, 1).reshape(shape)[:, :num_keys]
+            for p in (k_pool, v_pool)
+        )
         rows = q[start:stop].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(num_kv_heads, -1, head_dim)  # (Hk, GROUP * query_len, D)
         scores = torch.matmul(rows, k.transpose(1, 2)).float() * scale
@@ -242,12 +256,19 @@ def paged_attention_torch(
     return y
 
 
+def _in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else decode_float8(x, dtype)
+
+
 def compile_cases() -> list[CompileCase]:
-    """Every tile for short and long queries: groups of 3 and 4, head_dim 64, 128 and 256."""
-    pools = dict.fromkeys(("q_ptr", "k_pool_ptr", "v_pool_ptr", "y_ptr"), "*bf16")
+    """Every tile for short and long queries: groups of 3 and 4, head_dim 64, 128 and 256.
+
+    Each with a pool in 16 and in 8 bits.
+    """
+    floats = dict.fromkeys(("q_ptr", "y_ptr"), "*bf16")
     tables = dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "query_starts_ptr"), "*i32")
     states = dict.fromkeys(("acc_ptr", "peak_ptr", "total_ptr"), "*fp32")
-    types = pools | tables | states | {"scale_log2": "fp32"}
+    types = floats | tables | states | {"scale_log2": "fp32"}
     memory: tuple[Instruction, ...] = ("load16",)
     tensor_core: tuple[Instruction, ...] = (*memory, "mma")
     kernels = {
@@ -256,21 +277,23 @@ def compile_cases() -> list[CompileCase]:
         "long": (whole_context_kernel, (*tensor_core, "wgmma")),
     }
     cases = []
-    for group, kv_heads, head_dim in ((3, 3, 64), (4, 8, 128), (4, 8, 256)):
+    shapes = ((3, 3, 64), (4, 8, 128), (4, 8, 256))
+    for (group, kv_heads, head_dim), (name, dtype) in product(shapes, _POOL_DTYPES.items()):
         q = torch.empty(1, group * kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-        pool = torch.empty(1, kv_heads, 64, head_dim, dtype=torch.bfloat16, device="meta")
+        pool = torch.empty(1, kv_heads, 64, head_dim, dtype=dtype, device="meta")
         variants = {
             launch: (kernel, meant, *_variant(launch, q, pool))
             for launch, (kernel, meant) in kernels.items()
         }
         segment_constexprs = variants["segment"][2]
         variants["merge"] = (merge_segments_kernel, memory, segment_constexprs, {})
+        pools = dict.fromkeys(("k_pool_ptr", "v_pool_ptr"), f"*{name}")
         for launch, (kernel, meant, constexprs, options) in variants.items():
             cases.append(
                 CompileCase(
                     kernel=kernel,
-                    label=f"{launch},group={group},head_dim={head_dim}",
-                    types=types,
+                    label=f"{launch},{name},group={group},head_dim={head_dim}",
+                    types=types | pools,
                     constexprs=constexprs,
                     divisible=("stride_qt",),
                     meant=meant,

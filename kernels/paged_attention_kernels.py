@@ -10,6 +10,19 @@ exp2(score - peak), and the sum of exp2(score - peak) * v.
 from compress.kernels.jit import tl, triton
 
 
+@triton.jit
+def _loaded(values, dtype: tl.constexpr):
+    # A tile of the pool in `dtype`: itself, or the values of float8_e4m3fn bytes, exactly. Their
+    # exponent has 4 bits, biased by 7; float16 has 5, biased by 15.
+    if values.dtype != tl.uint8:
+        return values
+    bits = values.to(tl.int32)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    half = half.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    half = tl.where((bits & 0x7F) == 0x7F, float("nan"), half)
+    return half.to(dtype)
+
+
 # fmt: off
 @triton.jit
 def _query_rows(
@@ -60,8 +73,9 @@ def _attend(
         k_pos = tile * BLOCK_N + offs_n
         # The unwritten end of a block may hold NaN, which 0 * v would let through.
         written = (k_pos < context_len)[:, None] & mask_d
-        k = tl.load(k_pool_ptr + start + offs, mask=written, other=0.0)  # [BN, BD]
-        v = tl.load(v_pool_ptr + start + offs, mask=written, other=0.0)  # [BN, BD]
+        k = tl.load(k_pool_ptr + start + offs, mask=written, other=0)  # [BN, BD]
+        v = tl.load(v_pool_ptr + start + offs, mask=written, other=0)  # [BN, BD]
+        k, v = _loaded(k, q.dtype), _loaded(v, q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [BM, BN]
         distance = q_pos[:, None] - k_pos[None, :]
         score = tl.where((distance >= 0) & (distance < window), score, float("-inf"))

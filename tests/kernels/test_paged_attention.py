@@ -86,6 +86,52 @@ def test_paged_attention_triton_matches_reference(name, dtype, window, device, p
     assert_as_exact_as(got, batch.run(paged_attention_torch), exact)
 
 
+def in_float8(batch):
+    """The batch with its pools in float8, what was never written still NaN."""
+    q, *pools = batch.args[:3]
+    return Batch(
+        (q, *(pool.to(torch.float8_e4m3fn) for pool in pools), *batch.args[3:]), batch.options
+    )
+
+
+@pytest.mark.parametrize("name", ["decode", "decode-two-segments", "mixed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_paged_attention_triton_reads_float8_pools(name, dtype, device, poisoned_empty):
+    batch = in_float8(make(*BATCHES[name], dtype=dtype, device=device))
+    exact = batch.double().run(paged_attention_ref)
+    got = batch.run(paged_attention_triton)
+    assert_as_exact_as(got, batch.run(paged_attention_torch), exact)
+
+
+def test_paged_attention_triton_reads_every_float8_value(device):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    codes[codes % 128 == 127] = 0  # NaN
+    values = codes.view(torch.float8_e4m3fn).view(4, 1, 1, 64).to(device)
+    k_pool = torch.zeros(4, 1, 64, 64, device=device).to(torch.float8_e4m3fn)
+    v_pool = k_pool.clone()
+    v_pool[:, :, :1] = values
+    args = (
+        torch.ones(4, 1, 64, device=device),
+        k_pool,
+        v_pool,
+        torch.arange(4, dtype=torch.int32, device=device)[:, None],
+        torch.ones(4, dtype=torch.int32, device=device),
+        torch.arange(5, dtype=torch.int32, device=device),
+    )
+    got = paged_attention_triton(*args, scale=1.0, max_query_len=1)
+    assert torch.equal(got.flatten(), values.float().flatten())
+
+
+@pytest.mark.parametrize("window", [0, 70], ids="window{}".format)
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_paged_attention_torch_reads_float8_pools(name, window):
+    batch = in_float8(make(*BATCHES[name], dtype=torch.float32, device="cpu", window=window))
+    exact = batch.double().run(paged_attention_ref)
+    torch.testing.assert_close(
+        batch.run(paged_attention_torch).double(), exact, rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     "heads, head_dim",
     [
@@ -147,6 +193,7 @@ def test_paged_attention_triton_of_no_tokens_is_empty(device):
     [
         pytest.param(0, lambda q: q[:, :8], "q has 8 heads, no multiple of 3", id="heads"),
         pytest.param(0, lambda q: q.half(), "k_pool must be float16", id="pool-dtype"),
+        pytest.param(2, lambda v: v.to(torch.float8_e4m3fn), "v_pool must be float32", id="mixed"),
         pytest.param(2, lambda v: v[:1], "v_pool must be float32 of shape", id="pool-shape"),
         pytest.param(3, lambda t: t[0], "block_tables must be int32 of shape", id="table-shape"),
         pytest.param(3, lambda t: t.long(), "block_tables must be int32", id="table-dtype"),
