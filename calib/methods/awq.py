@@ -20,28 +20,28 @@ producer, T tokens, K = min(T, W).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import ConfigDict
 
 from compress.calib.collectors import InputStatistics
-from compress.calib.methods.fake_quant import round_weight
+from compress.calib.methods.fake_quant import cheap_search, round_weight
 from compress.calib.methods.scales import ScaleSearch
 from compress.calib.methods.smoothing import (
     Choice,
+    Chosen,
     SiteProblem,
     Statistics,
     Weights,
-    best_of,
+    choose_scale,
     live_scale,
     smooth_block,
 )
 from compress.calib.scene import BlockScene, SiteReport
 from compress.scheme import group_width
 
-_GRID_STEPS = 2  # of the scale search inside the grids; the winner meets identity with all of them
 _MAX_SCALE = 1e4
 _CLIP_TOKENS = 512
 _NOT_CLIPPED = ("q_proj", "k_proj")
@@ -72,11 +72,6 @@ class AWQ:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.clip_max_shrink < 1:
             raise ValueError(f"clip_max_shrink must be between 0 and 1, got {self.clip_max_shrink}")
-
-    @property
-    def grid_scale(self) -> ScaleSearch:
-        """The cheap setting of `scale` for comparing candidates with each other."""
-        return replace(self.scale, steps=min(self.scale.steps, _GRID_STEPS))
 
 
 def apply_awq(
@@ -110,24 +105,11 @@ def apply_awq(
 
 
 def _choose(problem: SiteProblem, method: AWQ) -> Choice:
-    before = problem.loss(None, method.scale, inputs=False)
-    chosen, scale, _ = best_of(
-        _candidates(problem, method),
-        lambda scale: problem.loss(scale, method.grid_scale, inputs=False),
-    )
-    if scale is None:
-        reason = "no scale with a finite loss"
-        return Choice(scale=None, chosen={}, loss_before=before, left_alone=reason)
-    after = problem.loss(scale, method.scale, inputs=False)
-    if not after < before:
-        reason = f"no scale is better than none (best {after:.3g})"
-        return Choice(scale=None, chosen={}, loss_before=before, left_alone=reason)
-    return Choice(scale=scale, chosen=chosen, loss_before=before, loss_after=after)
+    candidates = _candidates(problem, method)
+    return choose_scale(problem, candidates, method.scale, inputs=False, must_gain=True)
 
 
-def _candidates(
-    problem: SiteProblem, method: AWQ
-) -> Iterator[tuple[dict[str, float | bool | str], torch.Tensor]]:
+def _candidates(problem: SiteProblem, method: AWQ) -> Iterator[tuple[Chosen, torch.Tensor]]:
     """Settings and scale (C,) of every point of the grid."""
     x = problem.channels.mean(problem.statistics.mean_abs)
     w = problem.channels.mean(_relative_magnitude(problem))
@@ -179,10 +161,11 @@ def _clip(
         )
         return _group_errors(rounded.view_as(groups) - groups, factor)
 
-    best, shrink = errors(groups, method.grid_scale), torch.ones_like(largest)
+    cheap = cheap_search(method.scale)
+    best, shrink = errors(groups, cheap), torch.ones_like(largest)
     for step in range(1, method.clip_steps + 1):
         tried = 1 - method.clip_max_shrink * step / method.clip_steps
-        error = errors(_clamp(groups, largest * tried), method.grid_scale)
+        error = errors(_clamp(groups, largest * tried), cheap)
         better = error < best
         best = torch.where(better, error, best)
         shrink[better] = tried

@@ -8,13 +8,13 @@ which is the least possible, and sqrt(n) for the identity.
 
 Hadamard matrices are known for far more sizes than powers of two. With q a prime,
 
-    q = 3 mod 4     size q + 1       Paley I    (12, 20, 24, 28 by II, 44, 48, 60, 68, 80, ...)
+    q = 3 mod 4     size q + 1       Paley I    (12, 20, 24, 44, 48, 60, 68, 72, 80, ...)
     q = 1 mod 4     size 2 (q + 1)   Paley II   (12, 28, 36, 60, 76, 84, ...)
 
 and products of sizes. So 576 = 36 * 16, 896 = 28 * 32, 2560 = 20 * 128 and 3584 = 28 * 128 have one
 although they are not powers of two. No Hadamard matrix exists for an odd size or twice an odd one:
-there the odd factor gets the orthonormal DCT-II, of flatness at most sqrt(2); a block
-diagonal matrix would leave outliers inside their blocks (flatness sqrt(size / block)).
+there the odd factor gets the orthonormal DCT-II, of flatness at most sqrt(2); a block diagonal
+matrix would leave outliers inside their blocks (flatness sqrt(size / block)).
 
 Paley, "On orthogonal matrices", J. Math. Phys. 12 (1933). Everything is fp64.
 """

@@ -13,8 +13,8 @@ A channel without any input (or that no consumer weighs) keeps s = 1: there is n
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import inf, isfinite
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 
 from compress.calib.collectors import InputStatistics
-from compress.calib.methods.fake_quant import round_inputs, round_weight
+from compress.calib.methods.fake_quant import cheap_search, round_inputs, round_weight
 from compress.calib.methods.scales import ScaleSearch
 from compress.calib.scene import (
     BlockScene,
@@ -39,6 +39,8 @@ from compress.scheme import ActivationScheme
 
 Statistics = Mapping[SharedInput, InputStatistics]
 Weights = Mapping[str, torch.Tensor]
+Chosen = dict[str, float | bool | str]
+_NUM_FINALISTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +142,8 @@ class SiteProblem:
 class Choice:
     """A scale (C,) for a site, or None with the reason; and what is reported about it."""
 
-    scale: torch.Tensor | None
-    chosen: dict[str, float | bool | str]
+    scale: torch.Tensor | None = None
+    chosen: Chosen = field(default_factory=dict)
     loss_before: float | None = None
     loss_after: float | None = None
     left_alone: str | None = None
@@ -241,16 +243,35 @@ def live_scale(scale: torch.Tensor, *dead: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def best_of(
-    candidates: Iterable[tuple[dict[str, float | bool | str], torch.Tensor]],
-    loss: Callable[[torch.Tensor], float],
-) -> tuple[dict[str, float | bool | str], torch.Tensor | None, float]:
-    """Settings, scale and loss of the best candidate whose scale and loss are finite; or None."""
-    best: tuple[dict[str, float | bool | str], torch.Tensor | None, float] = ({}, None, inf)
-    for chosen, scale in candidates:
-        if bool(torch.isfinite(scale).all()) and (value := loss(scale)) < best[2]:
-            best = (chosen, scale, value)
-    return best
+def choose_scale(
+    problem: SiteProblem,
+    candidates: Iterable[tuple[Chosen, torch.Tensor]],
+    search: ScaleSearch,
+    *,
+    inputs: bool,
+    must_gain: bool,
+) -> Choice:
+    """The candidate (settings, scale (C,)) with the least loss; no scale if none has a finite one.
+
+    All are compared with a cheap setting of `search`, the best few once more with `search` itself.
+    With `must_gain` the winner also has to be better than no scale. `inputs` as in `loss`.
+    """
+    finite = [(c, s) for c, s in candidates if bool(torch.isfinite(s).all())]
+    before = problem.loss(None, search, inputs=inputs)
+    losses = [problem.loss(scale, cheap_search(search), inputs=inputs) for _, scale in finite]
+    ranking = sorted((loss, i) for i, loss in enumerate(losses) if isfinite(loss))
+    finals = [
+        (problem.loss(finite[i][1], search, inputs=inputs), i) for _, i in ranking[:_NUM_FINALISTS]
+    ]
+    finals = [final for final in finals if isfinite(final[0])]
+    if not finals:
+        return Choice(loss_before=before, left_alone="no scale with a finite loss")
+    after, winner = min(finals)
+    if must_gain and not after < before:
+        reason = f"no scale is better than none (best {after:.3g})"
+        return Choice(loss_before=before, left_alone=reason)
+    chosen, scale = finite[winner]
+    return Choice(scale=scale, chosen=chosen, loss_before=before, loss_after=after)
 
 
 def _usable_sites(
@@ -305,14 +326,9 @@ def _folded(
     folded = fold_scale(site, weights, scale, problem.channels, offset)
     if not all(bool(t.to(scene.float_dtype).isfinite().all()) for t in folded.values()):
         reason = f"scaled weights overflow {str(scene.float_dtype).removeprefix('torch.')}"
-        return Choice(scale=None, chosen={}, loss_before=choice.loss_before, left_alone=reason)
+        return Choice(loss_before=choice.loss_before, left_alone=reason)
     changed.update(folded)
-    return Choice(
-        scale=scale,
-        chosen=choice.chosen,
-        loss_before=choice.loss_before,
-        loss_after=choice.loss_after,
-    )
+    return replace(choice, scale=scale)
 
 
 def _check_block(

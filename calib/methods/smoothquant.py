@@ -15,7 +15,7 @@ producer is a Linear.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -24,17 +24,17 @@ from pydantic import ConfigDict
 from compress.calib.methods.scales import ScaleSearch
 from compress.calib.methods.smoothing import (
     Choice,
+    Chosen,
     SiteProblem,
     Statistics,
     Weights,
-    best_of,
+    choose_scale,
     live_scale,
     smooth_block,
 )
 from compress.calib.scene import BlockScene, SiteReport
 
 _MIN_SCALE = 1e-5
-_GRID_STEPS = 2  # of the scale search inside the grid, as in awq.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,8 @@ class SmoothQuant:
     scale: ScaleSearch = field(default_factory=ScaleSearch)
 
     def __post_init__(self) -> None:
-        if self.alpha != "search" and not 0 <= float(self.alpha) <= 1:
+        searching = self.alpha == "search"
+        if not searching and (isinstance(self.alpha, str) or not 0 <= self.alpha <= 1):
             raise ValueError(f"alpha must be between 0 and 1, or search; got {self.alpha}")
         if not self.grid or not all(0 <= alpha <= 1 for alpha in self.grid):
             raise ValueError(f"grid must hold values between 0 and 1, got {self.grid}")
@@ -78,25 +79,12 @@ def apply_smoothquant(
 
 
 def _choose(problem: SiteProblem, method: SmoothQuant) -> Choice:
-    before = problem.loss(None, method.scale, inputs=True)
-    searching = method.alpha == "search"
-    cheap = replace(method.scale, steps=min(method.scale.steps, _GRID_STEPS))
-    chosen, scale, _ = best_of(
-        _candidates(problem, method), lambda scale: problem.loss(scale, cheap, inputs=True)
-    )
-    if scale is None:
-        reason = "no scale with a finite loss"
-        return Choice(scale=None, chosen={}, loss_before=before, left_alone=reason)
-    after = problem.loss(scale, method.scale, inputs=True)
-    if searching and not after < before:
-        reason = f"no scale is better than none (best {after:.3g})"
-        return Choice(scale=None, chosen={}, loss_before=before, left_alone=reason)
-    return Choice(scale=scale, chosen=chosen, loss_before=before, loss_after=after)
+    must_gain = method.alpha == "search"  # an alpha that was asked for is taken
+    candidates = _candidates(problem, method)
+    return choose_scale(problem, candidates, method.scale, inputs=True, must_gain=must_gain)
 
 
-def _candidates(
-    problem: SiteProblem, method: SmoothQuant
-) -> Iterator[tuple[dict[str, float | bool | str], torch.Tensor]]:
+def _candidates(problem: SiteProblem, method: SmoothQuant) -> Iterator[tuple[Chosen, torch.Tensor]]:
     """Every alpha with its scale (C,), eq. 4."""
     x = problem.channels.amax(problem.statistics.absmax)
     largest = torch.stack([weight.abs().amax(0) for weight in problem.weights.values()]).amax(0)

@@ -3,7 +3,8 @@ import torch
 
 from compress.calib.methods.hadamard import flatness, paley, random_orthogonal
 
-HADAMARD_SIZES = [1, 2, 4, 8, 64, 128, 512, 12, 36, 60, 96, 576, 896, 960, 1536, 2560, 2880, 3584]
+HADAMARD_SIZES = [1, 2, 4, 8, 64, 128, 512, 12, 36, 60, 96, 576, 896]
+HIDDEN_SIZES = [960, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 5376, 6656, 8192]
 
 
 def build(size: int, seed: int = 0) -> torch.Tensor:
@@ -19,6 +20,14 @@ def test_random_orthogonal_is_orthogonal(size: int) -> None:
 @pytest.mark.parametrize("size", HADAMARD_SIZES)
 def test_random_orthogonal_is_flat_where_a_hadamard_matrix_is_known(size: int) -> None:
     assert flatness(build(size)) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", HIDDEN_SIZES)
+def test_factors_are_flat_for_the_hidden_sizes_of_common_models(size: int) -> None:
+    factors = random_orthogonal(size, torch.Generator()).factors
+    assert torch.Size(len(factor) for factor in factors).numel() == size
+    for factor in factors:
+        assert flatness(factor) == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("size", [3, 9, 18, 33, 130, 333])
