@@ -102,10 +102,8 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     Raises ValueError and OSError for bad input, CheckFailed when a model's output is not finite.
     """
     surroundings = environment(options.command)  # before any work: the load is the others'
-    subjects = _resolve(options)
-    data = _evaluation_data(options, subjects)
+    subjects, data = check_options(options)
     workloads = parse_workloads(options.workload)
-    _check_lengths(options, subjects, workloads)
     make_prompts = _prompt_maker(options, subjects, data)
     for workload in workloads:
         make_prompts(workload.num_requests, "check")  # raises now if the text is too short
@@ -115,6 +113,16 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     report = assemble(subjects, scores, fidelity, runs)
     report["protocol"] = surroundings | _protocol(options, subjects, engines, data)
     return report
+
+
+def check_options(
+    options: ServeEvalOptions,
+) -> tuple[dict[str, Subject], EvaluationData | None]:
+    """The models by role and the tokenized text; ValueError and OSError as `serve_eval`."""
+    subjects = _resolve(options)
+    data = _evaluation_data(options, subjects)
+    _check_lengths(options, subjects, parse_workloads(options.workload))
+    return subjects, data
 
 
 def _resolve(options: ServeEvalOptions) -> dict[str, Subject]:
