@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -12,6 +11,19 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from compress.errors import CheckFailed
+from compress.options import (
+    Checkpoint,
+    Device,
+    JsonFile,
+    Model,
+    Offline,
+    Quiet,
+    Seed,
+    Verbose,
+    settings,
+    to_stdout,
+    write_json,
+)
 
 EXIT_CHECK_FAILED, EXIT_BAD_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -26,40 +38,6 @@ app.add_typer(recipes_app, name="recipes")
 
 P = ParamSpec("P")
 _UsageError: Any = typer.BadParameter.__base__  # of the click that this typer carries
-_settings = {"verbose": False}
-
-
-def _set_verbose(value: bool) -> None:
-    _settings["verbose"] = _settings["verbose"] or value
-
-
-def _check_json(file: Path | None) -> Path | None:
-    """Refuse a report file that could not be written, before the work that it reports."""
-    if file is None or _to_stdout(file):
-        return file
-    if not file.resolve().parent.is_dir():
-        raise typer.BadParameter(f"no folder {file.resolve().parent}")
-    if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
-        raise typer.BadParameter(f"cannot write {file}")
-    return file
-
-
-Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or `demo`.")]
-Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", help="Write the report to this file (- for stdout).", callback=_check_json
-    ),
-]
-Offline = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, no tables.")]
-Verbose = Annotated[
-    bool,
-    typer.Option("-v", "--verbose", help="Tracebacks on errors.", callback=_set_verbose),
-]
 
 
 class _Interrupted(Exception):
@@ -125,13 +103,13 @@ def quantize(
     )
     if dry_run:
         plan = work.plan_job(job).plan
-        _write_json(json_file, render.plan_to_dict(plan))
-        if not quiet and not _to_stdout(json_file):
+        write_json(json_file, render.plan_to_dict(plan))
+        if not quiet and not to_stdout(json_file):
             render.print_plan(plan)
         return
     report = work.quantize(job)
-    _write_json(json_file, report)
-    if not quiet and not _to_stdout(json_file):
+    write_json(json_file, report)
+    if not quiet and not to_stdout(json_file):
         render.print_quantize_report(report, str(output))
 
 
@@ -186,8 +164,8 @@ def serve_eval(
         command=_command_line(),
     )
     result = work(options)
-    _write_json(json_file, result)
-    if not quiet and not _to_stdout(json_file):
+    write_json(json_file, result)
+    if not quiet and not to_stdout(json_file):
         report.print_report(result)
 
 
@@ -225,8 +203,8 @@ def train_draft(
         quiet=quiet,
     )
     report = work(job)
-    _write_json(json_file, report)
-    if not quiet and not _to_stdout(json_file):
+    write_json(json_file, report)
+    if not quiet and not to_stdout(json_file):
         render.print_draft_report(report, str(output))
 
 
@@ -249,6 +227,35 @@ def demo(
         print(f"$ compress {' '.join(arguments)}", flush=True)
         sys.argv[1:] = arguments  # the protocol card shows the command that makes the figures
         app(args=arguments, standalone_mode=False)
+
+
+@app.command()
+@_interruptible
+def convert(
+    checkpoint: Checkpoint,
+    to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq, gptq_v2 or awq.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Warn of what vllm, sglang or transformers would not load."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    json_file: JsonFile = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Rewrite the packed CHECKPOINT in another format, exactly or not at all."""
+    from compress import render
+    from compress.convert import ConvertJob
+    from compress.convert import convert as work
+
+    job = ConvertJob(
+        source=checkpoint, output=output, to=to, target=target, force=force, quiet=quiet
+    )
+    report = work(job)
+    write_json(json_file, report)
+    if not quiet and not to_stdout(json_file):
+        render.print_convert_report(report)
 
 
 @app.command()
@@ -327,22 +334,6 @@ def recipes_copy(
     print(file)
 
 
-def _write_json(file: Path | None, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, allow_nan=False)
-    if _to_stdout(file):
-        print(text)
-    elif file is not None:
-        from compress.export.writer import open_atomic
-
-        is_device = file.exists() and not file.is_file()  # /dev/null, a pipe: not to be replaced
-        with file.open("wb") if is_device else open_atomic(file.resolve()) as stream:
-            stream.write((text + "\n").encode())
-
-
-def _to_stdout(file: Path | None) -> bool:
-    return file is not None and str(file) == "-"
-
-
 def _command_line() -> str:
     import shlex
 
@@ -356,7 +347,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Exit code of one command: 0 done, 1 a check failed, 2 bad usage or input, 130 interrupted."""
-    _settings["verbose"] = False
+    settings["verbose"] = False
     try:
         app(args=arguments, standalone_mode=False)
     except _UsageError as error:
@@ -377,7 +368,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    if _settings["verbose"]:
+    if settings["verbose"]:
         import traceback
 
         traceback.print_exc()

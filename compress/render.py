@@ -85,6 +85,20 @@ def print_draft_report(report: dict[str, Any], output: str) -> None:
     )
 
 
+def print_convert_report(report: dict[str, Any]) -> None:
+    """What was converted, and what the target program would not load."""
+    console = Console()
+    for warning in report["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+    before, after = report["bytes"]["before"], report["bytes"]["after"]
+    console.print(
+        f"{escape(report['output'])}: {report['num_linears']} modules from {report['from']} to"
+        f" {report['to']}, each read back and equal; weights {megabytes(before)} ->"
+        f" {megabytes(after)}",
+        highlight=False,
+    )
+
+
 def print_verify_report(report: "VerifyReport") -> None:
     """One line per check, failed ones first."""
     console = Console()

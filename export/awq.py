@@ -128,6 +128,11 @@ def unpack(tensors: Mapping[str, torch.Tensor], scheme: LinearScheme) -> Quantiz
     )
 
 
+def is_symmetric(qzeros: torch.Tensor) -> bool:
+    """Whether the packed zero points (G, out/8) are those of a symmetric Linear."""
+    return bool((unpack_from_int32(qzeros, BITS, 1, qzeros.shape[1] * _WORD) == 0).all())
+
+
 def quantization_config(
     schemes: Mapping[str, LinearScheme], ignore: Sequence[str], kv_cache: KVCacheScheme | None
 ) -> dict[str, Any]:
@@ -185,4 +190,4 @@ def read_config(quantization: Mapping[str, Any]) -> Callable[[str], LinearScheme
 def _reorder(columns: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """`columns` (rows, n) with every eight in `order`."""
     rows, num_columns = columns.shape
-    return columns.reshape(rows, num_columns // _WORD, _WORD)[..., list(order)].view(rows, -1)
+    return columns.reshape(rows, num_columns // _WORD, _WORD)[..., list(order)].reshape(rows, -1)

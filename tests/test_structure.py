@@ -14,16 +14,16 @@ ROOMS = ("kernels", "calib", "export", "evalsuite", "runtime")
 
 # Lowest first; a module may import from its own layer and those before it.
 LAYERS = (
-    {"artifacts", "errors", "lookup", "progress", "scheme", "devices"},
+    {"artifacts", "distributed", "errors", "lookup", "progress", "scheme", "devices"},
     {"models"},
     {"kernels"},
     {"calib"},
     {"export"},
     {"runtime"},
     {"evalsuite"},
-    {"recipe", "recipes", "knapsack", "assign", "plan", "resume", "run", "budget", "block"},
+    {"recipe", "recipes", "knapsack", "assign", "plan", "resume", "run", "budget", "block", "solve"},
     {"finish", "quantize", "train_draft", "convert", "ablate", "render"},
-    {"cli"},
+    {"cli", "options"},
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
