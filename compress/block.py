@@ -8,24 +8,26 @@
 
 With `true_sequential` the Linears are rounded in the order in which the block computes them, and
 each sees inputs that come from the quantized ones before it.
+
+With several processes (distributed.py) each replays the block on its share of the samples and
+solves its share of the inputs. Transforms look at a few samples from all shares, with the summed
+statistics: every process runs them alike, so that there is nothing to send and the result is that
+of one process.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 import torch
 from torch import nn
 
-from compress.artifacts import LayerReport, QuantizedLinear
-from compress.calib.capture import BlockCalls
-from compress.calib.collectors import InputStatistics
-from compress.calib.methods import ROUNDERS
+from compress.artifacts import QuantizedLinear
+from compress.calib.capture import Activations, BlockCalls
 from compress.calib.replay import BlockReplay, FloatChain, KVRanges, Statistics
 from compress.calib.scene import BlockScene
 from compress.calib.transforms import apply_transform
+from compress.distributed import deal_out
 from compress.export.formats import FORMATS, pack_linear
 from compress.export.kv_scales import ATTENTION, pack_kv_scales
 from compress.export.verify import check_part
@@ -36,8 +38,7 @@ from compress.models.load import dematerialize, materialize
 from compress.resume import BlockResult
 from compress.run import Run
 from compress.scheme import FLOAT8_MAX, ActivationScheme, LinearScheme, dequantize
-
-_INT8_HALF_RANGE = 127.5
+from compress.solve import Solved, solve_cost, solve_shared
 
 
 @dataclass(slots=True)
@@ -61,14 +62,15 @@ def quantize_block(run: Run, calls: BlockCalls, index: int) -> BlockResult:
     prefix = f"{run.family.blocks}.{index}."
     block = run.blocks[index]
     with _named(f"block {index}"):
-        materialize(block, run.checkpoint, prefix, device=run.device, dtype=run.dtype)
-        replay = BlockReplay(
-            block=block, index=index, calls=calls, batch_size=run.batch_size, device=run.device
-        )
-        work = _Work(run, replay, prefix, _read_weights(run, prefix))
+        with run.ranks.together():
+            materialize(block, run.checkpoint, prefix, device=run.device, dtype=run.dtype)
+            replay = BlockReplay(
+                block=block, index=index, calls=calls, batch_size=run.batch_size, device=run.device
+            )
+            work = _Work(run, replay, prefix, _read_weights(run, prefix))
         _round(work, index)
         _propagate(work, index)
-        _write_part(work, index)
+        run.ranks.first(lambda: _write_part(work, index))
         result = work.result
     del work, replay  # before the heap is trimmed
     dematerialize(block)
@@ -96,14 +98,14 @@ def _round(work: _Work, index: int) -> None:
     chain = _float_chain(work, index)
     statistics = _collect(work, shared_inputs, inputs, chain)
     if recipe.transforms:
-        _transform(work, inputs, statistics)
+        with run.ranks.together():
+            _transform(work, run.activations(index, whole=True), statistics)
         chain = None if chain is None else replace(chain, weights=_compute_weights(work))
     stages = [[shared] for shared in shared_inputs] if recipe.true_sequential else [shared_inputs]
     for number, stage in enumerate(stages):
         if number:
             statistics = _collect(work, stage, inputs, chain)
-        for shared in stage:
-            _round_shared(work, shared, statistics.pop(shared))
+        _round_stage(work, stage, statistics)
         _load_quantized(work, [name for shared in stage for name in shared.linears])
 
 
@@ -134,23 +136,30 @@ def _compute_weights(work: _Work) -> dict[str, torch.Tensor]:
 def _collect(
     work: _Work,
     shared_inputs: Sequence[SharedInput],
-    inputs: torch.Tensor,
+    inputs: Activations,
     chain: FloatChain | None,
 ) -> Statistics:
-    needs = work.run.needs
+    """What the Linears read in the samples of all processes."""
+    needs, ranks = work.run.needs, work.run.ranks
     statistics = work.replay.new_statistics(
         shared_inputs,
-        inputs.shape[0],
+        len(work.run.data.tokens),
         full=needs.second_moment,
         magnitudes=needs.magnitudes,
         cross=needs.float_chain,
     )
-    work.replay.collect(inputs, statistics, chain)
+    with ranks.together():
+        work.replay.collect(inputs, statistics, chain)
+    for counted in statistics.values():
+        counted.reduce(ranks)
     return statistics
 
 
-def _transform(work: _Work, inputs: torch.Tensor, statistics: Statistics) -> None:
-    """Apply the recipe's transforms one after the other, to the weights and to the block."""
+def _transform(work: _Work, inputs: Activations, statistics: Statistics) -> None:
+    """Apply the recipe's transforms one after the other, to the weights and to the block.
+
+    `inputs` are those of all samples.
+    """
     run, replay = work.run, work.replay
     locals_ = [name for shared in run.family.shared_inputs for name in shared.linears]
     scene = BlockScene(
@@ -182,75 +191,35 @@ def _load(work: _Work, tensors: Mapping[str, torch.Tensor]) -> None:
         work.replay.block.get_parameter(name).copy_(tensor)
 
 
-def _round_shared(work: _Work, shared: SharedInput, statistics: InputStatistics) -> None:
-    """Quantize the Linears that read one input, stacked into one matrix: they share one Hessian."""
-    started = time.monotonic()
-    run, method = work.run, work.run.job.recipe.method
-    weights = [work.weights[f"{name}.weight"] for name in shared.linears]
-    scheme = work.scheme(shared.linears[0])
-    stacked, fallback = ROUNDERS[method.kind].fn(
-        torch.cat(weights), statistics, scheme.weights, method, run.plan.scale_dtype
-    )
-    if scheme.activations is not None and not scheme.activations.dynamic:
-        stacked = replace(stacked, input_scale=_input_scale(statistics, scheme.activations))
-    sizes = [len(weight) for weight in weights]
-    parts = _split_rows(stacked, sizes)
-    share = (time.monotonic() - started) / sum(sizes)
-    sample = statistics.sample.float()
-    work.result.rows += [
-        LayerReport(
-            name=work.prefix + name,
-            scheme=scheme.label,
-            relative_error=_relative_error(sample, weight, part, scheme.activations),
-            seconds=share * len(weight),
-            fallback=fallback,
-        )
-        for name, weight, part in zip(shared.linears, weights, parts, strict=True)
+def _round_stage(work: _Work, stage: Sequence[SharedInput], statistics: Statistics) -> None:
+    """Quantize what reads the inputs in `stage`, each in one process; uses up `statistics`."""
+    run = work.run
+    weights = [
+        {work.prefix + name: work.weights[f"{name}.weight"] for name in shared.linears}
+        for shared in stage
     ]
-    work.linears |= dict(zip(shared.linears, parts, strict=True))
+    owners = deal_out([solve_cost(each) for each in weights], run.ranks.size)
+    solved: list[Solved | None] = [None] * len(stage)
+    with run.ranks.together():
+        for i, shared in enumerate(stage):
+            own = statistics.pop(shared)  # the last reference: a solve frees what it has read
+            if owners[i] == run.ranks.rank:
+                scheme, method = work.scheme(shared.linears[0]), run.job.recipe.method
+                solved[i] = solve_shared(weights[i], own, scheme, method, run.plan.scale_dtype)
+    for result, owner in zip(solved, owners, strict=True):
+        shared_result = _share_result(run, result, owner)
+        work.linears |= {
+            name.removeprefix(work.prefix): linear for name, linear in shared_result.linears.items()
+        }
+        work.result.rows += shared_result.rows
 
 
-def _input_scale(statistics: InputStatistics, scheme: ActivationScheme) -> torch.Tensor:
-    """(1,) fp32: the largest input seen fills the range of the codes."""
-    half_range = _INT8_HALF_RANGE if scheme.type == "int" else FLOAT8_MAX
-    largest = statistics.absmax.max().reshape(1).cpu()
-    return (largest / half_range).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _split_rows(stacked: QuantizedLinear, sizes: list[int]) -> list[QuantizedLinear]:
-    """The Linears of `sizes` rows that were stacked; a scale may serve rows of one Linear only."""
-    block = stacked.block_size or 1
-    ends = list(accumulate(sizes))
-    scale_ends = list(accumulate(-(-size // block) for size in sizes))
-    parts = []
-    for size, end, scale_end in zip(sizes, ends, scale_ends, strict=True):
-        rows = slice(end - size, end)
-        scale_rows = slice(scale_end - -(-size // block), scale_end)
-        zero = stacked.zero_point
-        parts.append(
-            replace(
-                stacked,
-                codes=stacked.codes[rows],
-                scale=stacked.scale[scale_rows],
-                zero_point=None if zero is None else zero[rows],
-            )
-        )
-    return parts
-
-
-def _relative_error(
-    sample: torch.Tensor,
-    weight: torch.Tensor,
-    linear: QuantizedLinear,
-    activations: ActivationScheme | None,
-) -> float:
-    """||X W^T - X_hat W_hat^T|| / ||X W^T||, `sample` X (S, in), 0 if the output is all zero."""
-    seen = sample
-    if activations is not None:
-        seen = fake_quantize(sample, activations, linear.input_scale)
-    outputs = sample @ weight.T
-    error = torch.linalg.norm(outputs - seen @ dequantize(linear).T)
-    return float(error / torch.linalg.norm(outputs).clamp(min=1e-30))
+def _share_result(run: Run, solved: Solved | None, owner: int) -> Solved:
+    if run.ranks.size > 1:
+        on_cpu = None if solved is None else solved.to(torch.device("cpu"))
+        return run.ranks.from_rank(on_cpu, owner).to(run.device)
+    assert solved is not None, "one process solves everything"
+    return solved
 
 
 @torch.no_grad()
@@ -268,11 +237,13 @@ def _propagate(work: _Work, index: int) -> None:
     if is_last and ranges is None:
         return
     outputs = None if is_last else run.activations(index + 1, create=True)
-    with _quantized_inputs(work):
+    with run.ranks.together(), _quantized_inputs(work):
         work.replay.propagate(run.activations(index), outputs, ranges)
     if scheme is None or ranges is None:
         return
     assert ranges.keys is not None and ranges.values is not None, "attention stored no keys"
+    for largest in (ranges.keys, ranges.values):
+        run.ranks.maximum(largest)
     k_scale, v_scale = (
         (largest if scheme.strategy == "head" else largest.max().view(1)) / FLOAT8_MAX
         for largest in (ranges.keys, ranges.values)
