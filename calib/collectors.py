@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from compress.distributed import Ranks
+
 _PANEL = 384  # columns per panel of the symmetric product: fewer flops below, longer products above
 SAMPLE_TOKENS = 2048
 
@@ -89,6 +91,17 @@ class InputStatistics:
         self._sum_abs /= scale
         self._absmax /= scale
         self._sample = [(rows.float() / scale).to(rows.dtype) for rows in self._sample]
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Make these the statistics of what all `ranks` have seen, in place."""
+        if ranks.size == 1:
+            return
+        count = torch.tensor([self.num_tokens], dtype=torch.float64, device=self.device)
+        for total in (count, self._moment, self._sum_abs, self._cross):
+            ranks.add(total)
+        ranks.maximum(self._absmax)
+        self.num_tokens = int(count)
+        self._sample = [ranks.concat(self.sample)]
 
     @property
     def second_moment(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ Two chains of activations may run through the model: that of the quantized block
 Linears will meet, and, for methods that aim at it, that of the float model. Keys and values are
 seen exactly as a cache would store them, by a cache that only looks.
 
-Legend: N samples, L length, H hidden. Activations (N, L, H) are mapped files (see capture.py).
+Legend: N samples, L length, H hidden. Activations (N, L, H) lie in files (see capture.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.calib.capture import BlockCalls, batches
+from compress.calib.capture import Activations, BlockCalls, batches
 from compress.calib.collectors import SAMPLE_TOKENS, InputStatistics
 from compress.models.family import SharedInput
 
@@ -29,8 +29,8 @@ class FloatChain:
     `weights` maps names to tensors in the block's dtype and device.
     """
 
-    inputs: torch.Tensor
-    outputs: torch.Tensor
+    inputs: Activations
+    outputs: Activations
     weights: Mapping[str, torch.Tensor]
 
 
@@ -69,7 +69,7 @@ class BlockReplay:
 
     @torch.no_grad()
     def collect(
-        self, inputs: torch.Tensor, statistics: Statistics, chain: FloatChain | None = None
+        self, inputs: Activations, statistics: Statistics, chain: FloatChain | None = None
     ) -> None:
         """Add to `statistics` what the Linears read when the block runs on `inputs` (N, L, H).
 
@@ -85,7 +85,7 @@ class BlockReplay:
                     _weights_of(self.block, chain.weights),
                 ):
                     outputs = self._run(chain.inputs[samples])
-                chain.outputs[samples] = outputs.to(chain.outputs.device)
+                chain.outputs[samples] = outputs
             with self._watching(
                 statistics, lambda shared, x: statistics[shared].add(x, ahead.get(shared))
             ):
@@ -93,7 +93,7 @@ class BlockReplay:
 
     @torch.no_grad()
     def propagate(
-        self, inputs: torch.Tensor, outputs: torch.Tensor | None, cache: "KVRanges | None" = None
+        self, inputs: Activations, outputs: Activations | None, cache: "KVRanges | None" = None
     ) -> None:
         """Fill `outputs` (N, L, H) with what the block makes of `inputs` (N, L, H).
 
@@ -102,7 +102,7 @@ class BlockReplay:
         for samples in batches(inputs.shape[0], self.batch_size):
             result = self._run(inputs[samples], cache)
             if outputs is not None:
-                outputs[samples] = result.to(outputs.device)
+                outputs[samples] = result
 
     def _run(self, hidden: torch.Tensor, cache: "KVRanges | None" = None) -> torch.Tensor:
         extra: dict[str, Any] = {} if cache is None else {self.calls.cache_argument: cache}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compress.calib.capture import BlockCalls
+from compress.calib.capture import Activations, BlockCalls
 from compress.models.family import ModelFamily, SmoothingSite
 from compress.scheme import LinearScheme
 
@@ -38,7 +38,7 @@ class BlockScene:
     module: nn.Module
     index: int
     calls: BlockCalls
-    inputs: torch.Tensor
+    inputs: Activations
     batch_size: int
     device: torch.device
     family: ModelFamily

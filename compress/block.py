@@ -18,6 +18,7 @@ of one process.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def quantize_block(run: Run, calls: BlockCalls, index: int) -> BlockResult:
             work = _Work(run, replay, prefix, _read_weights(run, prefix))
         _round(work, index)
         _propagate(work, index)
-        run.ranks.first(lambda: _write_part(work, index))
+        run.ranks.first(partial(_write_part, work, index))
         result = work.result
     del work, replay  # before the heap is trimmed
     dematerialize(block)

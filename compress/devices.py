@@ -3,6 +3,7 @@
 import resource
 from pathlib import Path
 
+import psutil
 import torch
 
 DTYPES: dict[str, torch.dtype] = {
@@ -23,6 +24,15 @@ def peak_rss_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory_bytes() -> int:
+    """What this process could still take: the free memory, or less under a limit (ulimit -v)."""
+    available = psutil.virtual_memory().available
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        available = min(available, max(limit - psutil.Process().memory_info().vms, 0))
+    return int(available)
 
 
 def pick_device(name: str) -> torch.device:

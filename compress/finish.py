@@ -20,6 +20,7 @@ from compress.export.inspect import write_provenance
 from compress.export.verify import check_part, verify_checkpoint
 from compress.export.writer import copy_side_files, merge_shards, write_safetensors
 from compress.models.checkpoint import open_checkpoint
+from compress.plan import planned_config
 from compress.run import Run
 from compress.scheme import WeightScheme, round_to_codes
 
@@ -32,27 +33,12 @@ def finish(run: Run, sensitivities: Sequence[Sensitivity] | None, started: float
     parts = [run.state.part_file(index) for index in range(len(run.blocks))]
     merge_shards([_write_rest(run), *parts], folder)
     copy_side_files(run.checkpoint.path, folder)
-    write_config(folder, _config(run))
+    write_config(folder, planned_config(run.checkpoint, run.job.recipe, run.plan))
     report = _report(run, folder, run.seconds_before + time.monotonic() - started)
     report["sensitivities"] = [row.to_dict() for row in sensitivities or ()]
     write_provenance(folder, _provenance(run, report))
     _check_finished(run, folder)
     return report
-
-
-def _config(run: Run) -> dict[str, Any]:
-    """The `config.json` of the finished checkpoint."""
-    recipe = run.job.recipe
-    ignore = [row.name for row in run.plan.left_in_float]
-    config = run.checkpoint.config | {
-        "quantization_config": FORMATS[recipe.format].config(
-            run.schemes, ignore, recipe.scheme.kv_cache
-        )
-    }
-    if recipe.dtype != "auto":
-        config = {key: value for key, value in config.items() if key != "torch_dtype"}
-        config["dtype"] = recipe.dtype
-    return config
 
 
 def _write_rest(run: Run) -> Path:
@@ -126,6 +112,7 @@ def _calibration(run: Run) -> dict[str, Any]:
 def _provenance(run: Run, report: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": __version__,
+        "run_fingerprint": run.state.fingerprint,
         "recipe": run.job.recipe.to_dict(),
         "calibration": _calibration(run),
         "source": run.job.model,

@@ -7,11 +7,17 @@
 
 One block of weights, its statistics and one batch are in memory at a time. Each block sees the
 outputs of the *quantized* blocks before it, so later blocks can make up for earlier errors.
+
+Several processes (distributed.py) share the work on the blocks. What comes before and after, and
+every file but the activations, is rank 0's.
 """
 
-import shutil
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +29,10 @@ from compress.calib.capture import BlockCalls, record_block_calls
 from compress.calib.data import CalibrationData, load_calibration
 from compress.calib.methods.rotation import rotate_checkpoint
 from compress.devices import fast_dtype, pick_device
-from compress.export.writer import check_free, check_keeps, publish, staging_dir
+from compress.distributed import Ranks, join_ranks, rank_device
+from compress.export.writer import PROVENANCE_FILE, check_free, check_keeps, publish, staging_dir
 from compress.finish import finish
-from compress.models.checkpoint import Checkpoint, open_checkpoint
+from compress.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.models.family import ModelFamily, family_of
 from compress.models.load import (
     build_skeleton,
@@ -35,9 +42,9 @@ from compress.models.load import (
     materialize,
     resolve_model,
 )
-from compress.plan import Plan, make_plan
+from compress.plan import Plan, check_target, make_plan
 from compress.progress import progress
-from compress.resume import RunState, fingerprint_of, open_run
+from compress.resume import RunState, fingerprint_of, open_run, remove_run, sweep
 from compress.run import QuantizeJob, Run
 
 
@@ -64,7 +71,11 @@ def plan_job(job: QuantizeJob) -> Planned:
     checkpoint = rotate_checkpoint(source, family, rotation) if rotation else source
     plan = make_plan(checkpoint, family, job.recipe, calibration_tokens=tokens)
     planned = Planned(checkpoint=checkpoint, family=family, plan=plan)
-    return planned if job.recipe.budget is None else _spend_budget(job, planned, tokens)
+    if job.recipe.budget is not None:
+        planned = _spend_budget(job, planned, tokens)
+    if job.target is not None:
+        check_target(planned.checkpoint, job.recipe, planned.plan, job.target)
+    return planned
 
 
 def _spend_budget(job: QuantizeJob, planned: Planned, calibration_tokens: int) -> Planned:
@@ -94,29 +105,88 @@ def _load_data(job: QuantizeJob, checkpoint: Checkpoint) -> CalibrationData:
     return load_calibration(job.calibration, load_tokenizer(checkpoint.path), offline=job.offline)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """All that is known before the first block; `report` if the output is there already."""
+
+    planned: Planned
+    data: CalibrationData
+    fingerprint: str
+    report: dict[str, Any] | None
+
+
 def quantize(job: QuantizeJob) -> dict[str, Any]:
-    """Run `job` and return its report. Raises CheckFailed if the result is not what was planned."""
-    started = time.monotonic()
+    """Run `job` and return its report. Raises CheckFailed if the result is not what was planned.
+
+    With `resume`, an output that this very job has finished is left as it is. Processes that a
+    launcher started work on `job` together; all return the report.
+    """
     map_large_tensors()
-    check_free(job.output, force=job.force)
-    planned = plan_job(job)
-    checkpoint = planned.checkpoint
-    check_keeps(checkpoint.path, job.output)
-    data = planned.data or _load_data(job, checkpoint)
-    staging = staging_dir(job.output)
-    fingerprint = _fingerprint(job, planned, data)
-    with open_run(staging, fingerprint, resume=job.resume, force=job.force) as state:
-        run = _make_run(job, planned, data, state)
+    with join_ranks(pick_device(job.device)) as ranks:
+        return _quantize(job if ranks.is_first else replace(job, quiet=True), ranks)
+
+
+def _quantize(job: QuantizeJob, ranks: Ranks) -> dict[str, Any]:
+    started = time.monotonic()
+    prepared = ranks.first(lambda: _prepare(job, ranks))
+    if prepared.report is not None:
+        return prepared.report
+    with _opened_run(job, prepared.fingerprint, ranks) as state:
+        with ranks.together():
+            run = _make_run(job, prepared, state, ranks)
         _quantize_blocks(run, started)
-        report = finish(run, planned.sensitivities, started)
-        publish(staging / "checkpoint", job.output, force=job.force)
-        shutil.rmtree(staging)
+        return ranks.first(lambda: _finish(run, prepared.planned.sensitivities, started))
+
+
+def _prepare(job: QuantizeJob, ranks: Ranks) -> _Prepared:
+    """Refuse what cannot be done, then plan and read the calibration data."""
+    sweep(staging_dir(job.output), job.output)
+    may_be_done = job.resume and (job.output / PROVENANCE_FILE).is_file()
+    if not may_be_done:
+        check_free(job.output, force=job.force)
+    planned = plan_job(job)
+    check_keeps(planned.checkpoint.path, job.output)
+    data = planned.data or _load_data(job, planned.checkpoint)
+    fingerprint = _fingerprint(job, planned, data, ranks)
+    report = _finished_report(job, fingerprint) if may_be_done else None
+    if report is None:
+        check_free(job.output, force=job.force)
+    return _Prepared(planned=planned, data=data, fingerprint=fingerprint, report=report)
+
+
+def _finished_report(job: QuantizeJob, fingerprint: str) -> dict[str, Any] | None:
+    """The report of the output, if the very same job has made it: it was killed too late."""
+    provenance = read_json(job.output / PROVENANCE_FILE)
+    if provenance.get("run_fingerprint") != fingerprint:
+        return None
+    if not job.quiet:
+        print(
+            f"{job.output}: complete already; --force without --resume repeats it", file=sys.stderr
+        )
+    report: dict[str, Any] = provenance["report"]
     return report
 
 
-def _fingerprint(job: QuantizeJob, planned: Planned, data: CalibrationData) -> str:
+@contextmanager
+def _opened_run(job: QuantizeJob, fingerprint: str, ranks: Ranks) -> Iterator[RunState]:
+    """The state of the run: rank 0 holds the folder, the others know what it found there."""
+    folder = staging_dir(job.output)
+    opened = open_run(folder, fingerprint, resume=job.resume, force=job.force)
+    with ExitStack() as stack:
+        yield ranks.first(lambda: stack.enter_context(opened))
+
+
+def _finish(run: Run, sensitivities: list[Sensitivity] | None, started: float) -> dict[str, Any]:
+    report = finish(run, sensitivities, started)
+    publish(run.state.folder / "checkpoint", run.job.output, force=run.job.force)
+    remove_run(run.state.folder)
+    return report
+
+
+def _fingerprint(job: QuantizeJob, planned: Planned, data: CalibrationData, ranks: Ranks) -> str:
     """Of everything that the result depends on."""
     device = pick_device(job.device)
+    compute = f"{device.type} {fast_dtype(device)}, {torch.get_num_threads()} threads"
     return fingerprint_of(
         {
             "version": __version__,
@@ -125,13 +195,15 @@ def _fingerprint(job: QuantizeJob, planned: Planned, data: CalibrationData) -> s
             "schemes": {linear.name: asdict(linear.scheme) for linear in planned.plan.linears},
             "model": planned.checkpoint.fingerprint,
             "calibration": data.sha256,
-            "compute": f"{device.type} {fast_dtype(device)}, {torch.get_num_threads()} threads",
+            "compute": compute,
+            "processes": ranks.size,  # sums of statistics have their terms in another order
         }
     )
 
 
-def _make_run(job: QuantizeJob, planned: Planned, data: CalibrationData, state: RunState) -> Run:
-    device = pick_device(job.device)
+def _make_run(job: QuantizeJob, prepared: _Prepared, state: RunState, ranks: Ranks) -> Run:
+    device = rank_device(pick_device(job.device))
+    planned, data = prepared.planned, prepared.data
     return Run(
         job=job,
         checkpoint=planned.checkpoint,
@@ -143,6 +215,7 @@ def _make_run(job: QuantizeJob, planned: Planned, data: CalibrationData, state: 
         seconds_before=state.seconds,
         device=device,
         dtype=fast_dtype(device),
+        ranks=ranks,
     )
 
 
@@ -153,7 +226,8 @@ def _quantize_blocks(run: Run, started: float) -> None:
     with progress("quantizing blocks", total, quiet=run.job.quiet, done=first) as tick:
         for index in range(first, total):
             result = quantize_block(run, calls, index)
-            run.state.commit(index + 1, result, run.seconds_before + time.monotonic() - started)
+            seconds = run.seconds_before + time.monotonic() - started
+            run.ranks.first(partial(run.state.commit, index + 1, result, seconds))
             worst = max(result.rows, key=lambda row: row.relative_error, default=None)
             tick(note=f"worst {worst.name} {worst.relative_error:.3f}" if worst else "")
 
@@ -162,20 +236,25 @@ def _enter(run: Run) -> BlockCalls:
     """Note how blocks are called and, unless the run is resumed, store the first block's input."""
     name = run.family.embedding
     embedding = run.model.get_submodule(name)
-    materialize(embedding, run.checkpoint, f"{name}.", device=run.device, dtype=run.dtype)
     decoder = run.model.get_submodule(run.family.blocks.rpartition(".")[0])
-    tokens, blocks = run.data.tokens, run.blocks
-    if run.state.next_block is None:
-        chains = [run.activations(0, create=True)]
-        if run.needs.float_chain:
-            chains.append(run.activations(0, chain="float", create=True))
-
-        def store(samples: slice, hidden: torch.Tensor) -> None:
-            for first in chains:
-                first[samples] = hidden.to(first.device)
-
-        calls = record_block_calls(decoder, blocks, tokens, run.batch_size, run.device, store)
-    else:
-        calls = record_block_calls(decoder, blocks, tokens, run.batch_size, run.device, None)
+    store = _first_input(run) if run.state.next_block is None else None
+    with run.ranks.together():
+        materialize(embedding, run.checkpoint, f"{name}.", device=run.device, dtype=run.dtype)
+        calls = record_block_calls(
+            decoder, run.blocks, run.data.tokens, run.batch_size, run.device, store, run.share
+        )
     dematerialize(embedding)
     return calls
+
+
+def _first_input(run: Run) -> Callable[[slice, torch.Tensor], None]:
+    """What stores the input of block 0, in both chains if there are two."""
+    chains = [run.activations(0, create=True)]
+    if run.needs.float_chain:
+        chains.append(run.activations(0, chain="float", create=True))
+
+    def store(samples: slice, hidden: torch.Tensor) -> None:
+        for first in chains:
+            first[samples] = hidden
+
+    return store

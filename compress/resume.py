@@ -9,6 +9,9 @@ The staging folder of a run holds, besides the part files of finished blocks:
 
 `state.json` is replaced atomically after a block's part file and its outputs are complete; it is
 the commit point. Whatever a killed run left beyond it is written again, to the same bytes.
+
+A run that is killed after its output has its name leaves a folder that nobody needs; `sweep` knows
+it by the fingerprint, which is in the output too. `state.json` is deleted last but for the lock.
 """
 
 import fcntl
@@ -24,6 +27,7 @@ from typing import Any, TextIO
 
 from compress.artifacts import LayerReport
 from compress.calib.scene import SiteReport
+from compress.export.writer import PROVENANCE_FILE, replaced_dir
 from compress.models.checkpoint import read_json
 
 
@@ -119,22 +123,68 @@ def _read_state(folder: Path, fingerprint: str, *, resume: bool, force: bool) ->
         return fresh
     if not resume:
         raise ValueError(f"{folder}: holds an unfinished run; add --resume or --force (start over)")
-    values = read_json(folder / "state.json")
-    if values["fingerprint"] != fingerprint:
+    state = _parse_state(folder)
+    if state.fingerprint != fingerprint:
         raise ValueError(
-            f"{folder}: the unfinished run had another model, recipe, calibration set or version;"
-            " repeat its command, or start over with --force and without --resume"
+            f"{folder}: the unfinished run had another model, recipe, calibration set, version or"
+            " number of processes or threads; repeat its command, or start over with --force and"
+            " without --resume"
         )
-    fresh.next_block, fresh.seconds = values["next_block"], values["seconds"]
-    fresh.rows = [LayerReport(**row) for row in values["rows"]]
-    fresh.sites = [SiteReport(**site) for site in values["sites"]]
-    fresh.transformed = values["transformed"]
-    return fresh
+    return state
+
+
+def _parse_state(folder: Path) -> RunState:
+    """What `commit` wrote. ValueError if it is damaged."""
+    file = folder / "state.json"
+    try:
+        values = read_json(file)
+        return RunState(
+            folder=folder,
+            fingerprint=values["fingerprint"],
+            next_block=int(values["next_block"]),
+            seconds=float(values["seconds"]),
+            rows=[LayerReport(**row) for row in values["rows"]],
+            sites=[SiteReport(**site) for site in values["sites"]],
+            transformed=[str(name) for name in values["transformed"]],
+        )
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{file}: damaged, the run cannot go on; start over with --force and without --resume"
+        ) from None
 
 
 def _clear(folder: Path) -> None:
-    for entry in folder.iterdir():
+    """Delete everything but the lock, `state.json` last: a folder that has it is whole."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == "state.json"):
         if entry.is_dir():
             shutil.rmtree(entry)
         elif entry.name != "lock":
             entry.unlink()
+
+
+def remove_run(folder: Path) -> None:
+    """Delete the staging `folder` of a run whose output is complete."""
+    _clear(folder)
+    shutil.rmtree(folder)
+
+
+def sweep(folder: Path, out: Path) -> None:
+    """Delete what a run that was killed after `out` had its name left beside it.
+
+    That is its staging `folder` and the checkpoint that it replaced. Nothing is touched while a
+    process works on the folder, or if it holds another unfinished run.
+    """
+    provenance = out / PROVENANCE_FILE
+    if not folder.is_dir() or not provenance.is_file():
+        return
+    with (folder / "lock").open("a") as lock:
+        try:
+            _claim(lock, folder)
+            if (folder / "state.json").is_file():
+                made_by = read_json(provenance).get("run_fingerprint")
+                if _parse_state(folder).fingerprint != made_by:
+                    return
+        except ValueError:  # held, or damaged: for those who open the run to say
+            return
+        shutil.rmtree(replaced_dir(out), ignore_errors=True)
+        remove_run(folder)

@@ -1,7 +1,7 @@
 """One run of `compress quantize`: what was asked for, and what its steps share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from compress.calib.capture import open_activations
+from compress.calib.capture import Activations, create_activations, open_activations
 from compress.calib.data import CalibrationData, CalibrationSpec
 from compress.calib.methods import ROUNDERS
 from compress.calib.methods.gptq import GPTQ
+from compress.devices import free_memory_bytes
+from compress.distributed import Ranks
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily
 from compress.plan import BATCH_TOKENS, Plan
@@ -21,11 +23,17 @@ from compress.resume import RunState
 from compress.scheme import LinearScheme
 
 Chain = Literal["quantized", "float"]
+_ACTIVATION_SHARE = 4  # activations may have a quarter of the memory that is free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeJob:
-    """One run of `compress quantize`."""
+    """One run of `compress quantize`.
+
+    `activation_budget` is the memory in bytes for the activations of the calibration samples, None
+    for a share of what is free; see `Run.activations`. `target` names the program that must be able
+    to load the result.
+    """
 
     model: str
     output: Path
@@ -36,6 +44,8 @@ class QuantizeJob:
     resume: bool = False
     force: bool = False
     quiet: bool = False
+    activation_budget: int | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +74,7 @@ class Run:
     seconds_before: float
     device: torch.device
     dtype: torch.dtype
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def batch_size(self) -> int:
@@ -93,18 +104,39 @@ class Run:
             float_chain=isinstance(recipe.method, GPTQ) and recipe.method.asymmetry > 0,
         )
 
+    @property
+    def share(self) -> slice:
+        """The calibration samples of this process."""
+        return self.ranks.share(self.data.tokens.shape[0], self.batch_size)
+
+    @cached_property
+    def maps_activations(self) -> bool:
+        """Whether the files of activations that are open at a time fit the budget for them.
+
+        Those of a block's inputs and outputs, in one chain or two, are mapped into memory then.
+        """
+        tokens = self.data.tokens.numel()
+        size = tokens * int(self.checkpoint.config["hidden_size"]) * self.dtype.itemsize
+        budget = self.job.activation_budget
+        limit = free_memory_bytes() // _ACTIVATION_SHARE if budget is None else budget
+        return size * (4 if self.needs.float_chain else 2) <= limit
+
     def activations(
-        self,
-        block: int,
-        *,
-        chain: Chain = "quantized",
-        create: bool = False,
-    ) -> torch.Tensor:
-        """The input of `block`, (num_samples, length, hidden), in one of the two chains."""
+        self, block: int, *, chain: Chain = "quantized", create: bool = False, whole: bool = False
+    ) -> Activations:
+        """The input of `block`, (num_samples, length, hidden), in one of the two chains.
+
+        That of this process's share of the samples, or of `whole`: all processes use one file.
+        `create` makes the file; all ranks must ask for it.
+        """
         num_samples, length = self.data.tokens.shape
         shape = (num_samples, length, int(self.checkpoint.config["hidden_size"]))
+        file = self.state.activations_file(block, chain)
+        if create:
+            self.ranks.first(lambda: create_activations(file, shape, self.dtype))
+        samples = slice(None) if whole else self.share
         return open_activations(
-            self.state.activations_file(block, chain), shape, self.dtype, create=create
+            file, shape, self.dtype, samples=samples, mapped=self.maps_activations
         )
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:

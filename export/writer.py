@@ -106,6 +106,12 @@ def staging_dir(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
+def replaced_dir(out: Path) -> Path:
+    """The hidden folder beside `out` where `publish` puts what it replaces, to delete it last."""
+    out = out.resolve()
+    return out.with_name(f".{out.name}.replaced")
+
+
 def check_free(out: Path, *, force: bool) -> None:
     """Raise unless `publish` may put a folder at `out`; call it before long work.
 
@@ -141,7 +147,7 @@ def publish(staging: Path, out: Path, *, force: bool) -> None:
     """
     check_free(out, force=force)
     out = out.resolve()
-    aside = out.with_name(f".{out.name}.replaced")
+    aside = replaced_dir(out)
     if out.exists():
         if aside.exists():  # left by a run that was killed while deleting it
             shutil.rmtree(aside)

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from compress.calib.capture import BlockCalls, batches, open_activations, record_block_calls
+from compress.calib.capture import (
+    ActivationFile,
+    BlockCalls,
+    batches,
+    create_activations,
+    open_activations,
+    record_block_calls,
+)
 from compress.calib.replay import BlockReplay, FloatChain, KVRanges
 from compress.models.family import FAMILIES, SharedInput, family_of
 from tests.factory import tiny_model
@@ -139,11 +146,45 @@ def test_kv_ranges_are_those_of_the_models_own_cache(architecture: str, tmp_path
 
 def test_open_activations_maps_the_same_values_again(tmp_path: Path) -> None:
     file, shape = tmp_path / "a.bin", (2, 3, 5)
-    first = open_activations(file, shape, torch.bfloat16, create=True)
+    create_activations(file, shape, torch.bfloat16)
+    first = open_activations(file, shape, torch.bfloat16)
+    assert isinstance(first, torch.Tensor)
     first.copy_(torch.randn(shape))
-    assert torch.equal(open_activations(file, shape, torch.bfloat16), first)
+    assert torch.equal(open_activations(file, shape, torch.bfloat16)[:], first)
     with pytest.raises(ValueError, match="60 bytes, expected 120"):
         open_activations(file, shape, torch.float32)
+
+
+@pytest.mark.parametrize("samples", [slice(None), slice(1, 4)], ids=["all", "share"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_on_disk_read_and_write_what_the_map_shows(
+    dtype: torch.dtype, samples: slice, tmp_path: Path
+) -> None:
+    file, shape = tmp_path / "a.bin", (5, 3, 7)
+    create_activations(file, shape, dtype)
+    mapped = open_activations(file, shape, dtype, samples=samples)
+    on_disk = open_activations(file, shape, dtype, samples=samples, mapped=False)
+    assert isinstance(mapped, torch.Tensor)
+    assert isinstance(on_disk, ActivationFile)
+    assert on_disk.shape == tuple(mapped.shape)
+    mapped.copy_(torch.randn(mapped.shape))
+    for part in (slice(0, 2), slice(1, 3), slice(2, None), slice(3)):
+        assert torch.equal(on_disk[part], mapped[part])
+    rows = torch.randn(2, 3, 7)
+    before = mapped.clone()
+    on_disk[1:3] = rows
+    assert torch.equal(mapped[1:3], rows.to(dtype))
+    assert torch.equal(mapped[0], before[0])
+    assert torch.equal(mapped[3:], before[3:])
+
+
+def test_activations_that_were_cut_short_are_refused(tmp_path: Path) -> None:
+    file, shape = tmp_path / "a.bin", (2, 3, 5)
+    create_activations(file, shape, torch.float32)
+    on_disk = open_activations(file, shape, torch.float32, mapped=False)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cut short"):
+        on_disk[1:2]
 
 
 def test_batches_cover_every_sample_once() -> None:
