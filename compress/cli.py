@@ -19,6 +19,7 @@ from compress.options import (
     Offline,
     Quiet,
     Seed,
+    Target,
     Verbose,
     settings,
     to_stdout,
@@ -70,6 +71,7 @@ def quantize(
     calib_samples: Annotated[int, typer.Option(help="Calibration sequences.")] = 128,
     calib_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
     seed: Seed = 0,
+    target: Target = None,
     device: Device = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
@@ -95,6 +97,7 @@ def quantize(
         calibration=CalibrationSpec(
             source=calib_data, num_samples=calib_samples, length=calib_length, seed=seed
         ),
+        target=target,
         device=device,
         offline=offline,
         resume=resume,

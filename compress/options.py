@@ -33,6 +33,10 @@ JsonFile = Annotated[
         "--json", help="Write the report to this file (- for stdout).", callback=_check_json
     ),
 ]
+Target = Annotated[
+    str | None,
+    typer.Option(help="Refuse what vllm, sglang or transformers would not load or misread."),
+]
 Offline = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]

@@ -7,6 +7,7 @@ nothing, an architecture without a record.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from compress.assign import assign_schemes, linear_shape
 from compress.calib.methods import ROUNDERS
 from compress.devices import DTYPES
 from compress.export.formats import FORMATS
+from compress.export.targets import lint_target
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily, SharedInput
 from compress.recipe import Recipe
@@ -115,6 +117,31 @@ def make_plan(
         peak_memory_bytes=_peak_memory(checkpoint, family, calibration_tokens),
         warnings=tuple(_warnings(planned, recipe, calibration_tokens)),
     )
+
+
+def planned_config(checkpoint: Checkpoint, recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """The `config.json` of the checkpoint that `plan` will give."""
+    schemes = {linear.name: linear.scheme for linear in plan.linears}
+    ignore = [row.name for row in plan.left_in_float]
+    quantization = FORMATS[recipe.format].config(schemes, ignore, recipe.scheme.kv_cache)
+    config = checkpoint.config | {"quantization_config": quantization}
+    if recipe.dtype != "auto":
+        config = {key: value for key, value in config.items() if key != "torch_dtype"}
+        config["dtype"] = recipe.dtype
+    return config
+
+
+def check_target(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, target: str) -> None:
+    """Raise one ValueError with all that `target` would refuse or misread in the result."""
+    problems = lint_target(
+        planned_config(checkpoint, recipe, plan),
+        {linear.name: linear.scheme for linear in plan.linears},
+        {linear.name: linear.shape for linear in plan.linears},
+        plan.scale_dtype,
+        target,
+    )
+    if problems:
+        raise ValueError(f"--target {target}: {'; '.join(problems)}")
 
 
 def _warnings(

@@ -124,7 +124,9 @@ def test_recipe_gives_a_sound_checkpoint_that_the_engine_computes(
     engine = Engine.load(out, dtype="float32", kv_dtype="model")
     got = engine.score([tokens[0].tolist()])[0]
     picked = expected[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(got), picked, atol=2e-3, rtol=2e-3)
+    # where inputs are quantized, a value on the edge of two codes may fall either way
+    tolerance = 5e-2 if job(source, out, name).recipe.scheme.activations else 2e-3
+    torch.testing.assert_close(got, picked, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", ["rotated", "awq-w4a16", "w8a8", "fp8-dynamic", "gptq-w4a16"])
