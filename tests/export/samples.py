@@ -70,6 +70,7 @@ def quantize_min_max(
         smallest, largest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         scale = ((largest - smallest) / (high - low)).to(dtype)
         zero_point = torch.round(low - smallest / scale.float()).clamp(low, high).to(torch.int8)
+    scale = torch.where(scale == 0, 1, scale)  # the embedding of a padding token is all zero
     codes = round_to_codes(weight, scale, zero_point, scheme.bits)
     return QuantizedLinear(codes=codes, scale=scale, zero_point=zero_point, bits=scheme.bits)
 
