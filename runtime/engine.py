@@ -20,17 +20,18 @@ from compress.devices import DTYPES, pick_device
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
-from compress.runtime.attention.base import affordable_blocks, allocate_pool
+from compress.runtime.attention.base import affordable_blocks, allocate_pool, choose_scales
 from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import build_batch
 from compress.runtime.blocks import BlockManager
 from compress.runtime.config import decoder_config, token_ids_of
 from compress.runtime.loader import load_decoder
 from compress.runtime.model import Decoder, attention_spec
-from compress.runtime.request import Completion, Request, SamplingParams
+from compress.runtime.request import Completion, Request, SamplingParams, check_request
 from compress.runtime.sampler import SampledRow, sample
 from compress.runtime.scheduler import ScheduledRequest, Scheduler
 from compress.runtime.speculative.base import DraftContext, DraftProposer, load_proposer
+from compress.scheme import FLOAT8
 
 _LOGITS_BYTES = 64 * 2**20  # of fp32 logits at a time while scoring
 
@@ -82,6 +83,7 @@ class Engine:
         *,
         proposer: DraftProposer | None = None,
         eos_token_ids: Sequence[int] = (),
+        kv_dtype: str = "auto",
     ) -> None:
         self.decoder = decoder
         self.config = config
@@ -94,8 +96,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_named = 0
         spec = attention_spec(decoder.config)
+        scales = choose_scales(kv_dtype, decoder.kv_scales, spec, decoder.device)
         num_blocks = config.num_blocks or affordable_blocks(
-            spec.block_bytes(config.block_size, decoder.dtype),
+            spec.block_bytes(config.block_size, decoder.dtype if scales is None else FLOAT8),
             decoder.device,
             wanted=config.max_num_seqs * -(-self.max_model_len // config.block_size),
         )
@@ -104,7 +107,12 @@ class Engine:
             self.blocks, max_num_seqs=config.max_num_seqs, token_budget=config.token_budget
         )
         self._pool = allocate_pool(
-            spec, num_blocks, config.block_size, dtype=decoder.dtype, device=decoder.device
+            spec,
+            num_blocks,
+            config.block_size,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            scales=scales,
         )
         self._attention = make_attention(config.attention, spec, self._pool, decoder.ops)
 
@@ -117,11 +125,14 @@ class Engine:
         device: str = "auto",
         config: EngineConfig | None = None,
         draft: Path | None = None,
+        kv_dtype: str = "auto",
     ) -> "Engine":
         """Load a float or packed checkpoint folder, and a draft for it.
 
         dtype 'auto' is the dtype of the checkpoint; device 'auto' is a GPU if there is one. On a
         CPU the 4-bit product needs 'bfloat16': packed weights are dequantized for other dtypes.
+        kv_dtype 'fp8' keeps keys and values in float8_e4m3fn, with the scales of the checkpoint or,
+        if it has none, with 1; 'model' keeps them in dtype; 'auto' is what the checkpoint says.
         """
         config = config or EngineConfig()
         checkpoint = open_checkpoint(path)
@@ -138,7 +149,12 @@ class Engine:
         if generation_config.is_file():
             eos |= set(token_ids_of(read_json(generation_config).get("eos_token_id")))
         proposer = load_proposer(draft, decoder) if draft else None
-        return cls(decoder, config, proposer=proposer, eos_token_ids=sorted(eos))
+        return cls(decoder, config, proposer=proposer, eos_token_ids=sorted(eos), kv_dtype=kv_dtype)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype that keys and values are stored in."""
+        return self._pool.k.dtype
 
     @property
     def has_unfinished(self) -> bool:
@@ -149,7 +165,7 @@ class Engine:
         """Queue a request; ValueError if it is malformed or could never be finished."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already in flight")
-        self._check(request)
+        check_request(request, self.decoder.config.vocab_size, self.max_model_len)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -165,7 +181,7 @@ class Engine:
         child = Request(request_id=child_id, prompt_ids=list(parent.token_ids), params=params)
         if child_id in self._requests:
             raise ValueError(f"request {child_id!r} is already in flight")
-        self._check(child)
+        check_request(child, self.decoder.config.vocab_size, self.max_model_len)
         self.scheduler.fork(parent, child)
         self._requests[child_id] = child
 
@@ -213,7 +229,7 @@ class Engine:
         hidden: list[torch.Tensor] = []
         name = self._name()
         self._run([Request(request_id=name, prompt_ids=sequence, params=None, hidden=hidden)])
-        for rows in torch.cat(hidden).split(num_rows):
+        for rows in torch.split(torch.cat(hidden), num_rows):
             yield self.decoder.logits(rows).log_softmax(dim=-1)
 
     @torch.inference_mode()
@@ -367,22 +383,6 @@ class Engine:
                 self.abort(request_id)
             raise
         return [done[request.request_id] for request in requests]
-
-    def _check(self, request: Request) -> None:
-        name, prompt = request.request_id, request.prompt_ids
-        shortest = 1 if request.params else 2
-        if len(prompt) < shortest:
-            raise ValueError(f"request {name!r}: {len(prompt)} tokens, need at least {shortest}")
-        vocab_size = self.decoder.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ValueError(f"request {name!r}: token {wrong} is not in [0, {vocab_size})")
-        longest = len(prompt) + request.max_tokens
-        if longest > self.max_model_len:
-            raise ValueError(
-                f"request {name!r}: {len(prompt)} prompt tokens + {request.max_tokens} to generate"
-                f" exceed the model's {self.max_model_len}"
-            )
 
     def _name(self) -> str:
         self._num_named += 1

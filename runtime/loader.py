@@ -1,21 +1,34 @@
 """From a checkpoint folder to a decoder on a device, one layer in memory at a time.
 
-Reads float checkpoints and compressed-tensors `pack-quantized` ones. Every tensor that the decoder
-uses must be there with its expected shape; what it does not know how to use is an error as well,
-because ignoring, say, an unknown bias would give a plausible wrong model.
+Reads float checkpoints and packed ones in every format of `export/formats.py`. Every tensor that
+the decoder uses must be there with its expected shape; what it does not know how to use is an error
+as well, because ignoring, say, an unknown bias would give a plausible wrong model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from compress.export.compressed_tensors import SchemeResolver, read_linear, read_scheme
+from compress.artifacts import QuantizedLinear
+from compress.export.formats import (
+    SchemeResolver,
+    format_of,
+    read_kv_cache,
+    read_linear,
+    read_scheme,
+)
+from compress.export.kv_scales import ATTENTION, read_kv_scales
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import Checkpoint
+from compress.runtime.attention.base import KVScales
 from compress.runtime.config import DecoderConfig, decoder_config
+from compress.runtime.embedding import make_embedding
 from compress.runtime.linear import Weight, make_linear
 from compress.runtime.model import Decoder, DecoderLayer, Linear
+from compress.scheme import ActivationScheme, LinearScheme
 
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_KV_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a derived buffer that old checkpoints stored
 
 
@@ -26,17 +39,18 @@ def load_decoder(
     config = decoder_config(checkpoint.config)
     reader = _Reader(checkpoint, config, dtype=dtype, device=device, ops=ops)
     family = config.family
-    embedding = reader.tensor(f"{family.embedding}.weight", config.vocab_size, config.hidden_size)
+    table = reader.embedding()
     layers = [reader.layer(f"{family.blocks}.{i}") for i in range(config.num_layers)]
     decoder = Decoder(
         config=config,
         source=checkpoint,
         ops=ops,
-        embedding=embedding,
+        embedding=make_embedding(table, dtype=dtype, device=device),
         layers=layers,
         final_norm=reader.tensor(f"{family.final_norm}.weight", config.hidden_size),
-        head=reader.head(embedding),
+        head=reader.head(table),
         inv_freq=torch.tensor(config.inv_freq, device=device),
+        kv_scales=reader.kv_scales(),
     )
     reader.check_all_read()
     return decoder
@@ -93,25 +107,56 @@ class _Reader:
         self, names: Sequence[str], out_features: Sequence[int] | None, in_features: int | None
     ) -> Linear:
         """The Linears `names`, which share their input, as one; None leaves a size unchecked."""
-        weights = [self._weight(name) for name in names]
+        weights, activations = zip(*(self._weight(name) for name in names), strict=True)
         for i, (name, weight) in enumerate(zip(names, weights, strict=True)):
-            shape = weight.shape if isinstance(weight, torch.Tensor) else weight.codes.shape
+            shape = _shape(weight)
             expected = (
                 out_features[i] if out_features else shape[0],
                 in_features or shape[1],
             )
-            self._check_shape(name, tuple(shape), expected)
-        biases = [self._bias(name) for name in names]
-        return make_linear(weights, biases, dtype=self._dtype, device=self._device, ops=self._ops)
+            self._check_shape(name, shape, expected)
+        return self._make(names, weights, [self._bias(name) for name in names], activations)
 
-    def head(self, embedding: torch.Tensor) -> Linear:
-        """The output projection; the embedding if they are tied."""
-        name = self._config.family.head
-        if self._config.tie_word_embeddings and f"{name}.weight" not in self._unread:
-            return make_linear(
-                [embedding], [None], dtype=self._dtype, device=self._device, ops=self._ops
+    def embedding(self) -> Weight:
+        """The table of token embeddings: packed, or float as the decoder computes with it."""
+        name, config = self._config.family.embedding, self._config
+        weight, activations = self._weight(name)
+        if activations is not None:
+            raise ValueError(
+                f"{self._checkpoint.path}: {name} looks tokens up: it has no inputs"
+                f" to quantize, got {activations}"
             )
+        self._check_shape(name, _shape(weight), (config.vocab_size, config.hidden_size))
+        if isinstance(weight, torch.Tensor):  # converted once: a tied head shares the memory
+            return weight.to(device=self._device, dtype=self._dtype)
+        return weight
+
+    def head(self, table: Weight) -> Linear:
+        """The output projection; if they are tied it is the embedding `table`, codes and all."""
+        name = self._config.family.head
+        is_stored = any(stored.startswith(f"{name}.") for stored in self._unread)
+        if self._config.tie_word_embeddings and not is_stored:
+            return self._make([name], [table], [None], [None])
         return self.linear([name], [self._config.vocab_size], self._config.hidden_size)
+
+    def kv_scales(self) -> KVScales | None:
+        """Scales of a float8 cache, None if the config names none."""
+        scheme = read_kv_cache(self._checkpoint.config)
+        if scheme is None:
+            return None
+        num_heads, blocks = self._config.num_kv_heads, self._config.family.blocks
+        pairs = []
+        for layer in range(self._config.num_layers):
+            attention = f"{blocks}.{layer}.{ATTENTION}"
+            pairs.append(read_kv_scales(self._checkpoint, attention, scheme, num_heads))
+            self._unread -= {f"{attention}.{local}" for local in _KV_SCALES}
+        k, v = (
+            torch.stack([scale.expand(num_heads) for scale in scales])
+            .unsqueeze(-1)
+            .to(self._device)
+            for scales in zip(*pairs, strict=True)
+        )
+        return KVScales(k=k, v=v)
 
     def check_all_read(self) -> None:
         """Raise ValueError if a part of the decoder holds tensors that nothing has used.
@@ -130,12 +175,38 @@ class _Reader:
                 f" {self._config.family.architecture}, such as {names[0]!r}"
             )
 
-    def _weight(self, name: str) -> Weight:
+    def _weight(self, name: str) -> tuple[Weight, ActivationScheme | None]:
+        """The weight of the module `name`, and what its inputs are quantized to."""
         scheme = self._scheme_for(name)
         if scheme is None:
-            return self._float(f"{name}.weight")
-        self._unread -= {stored for stored in self._unread if stored.startswith(f"{name}.weight_")}
-        return read_linear(self._checkpoint, name, scheme)
+            return self._float(f"{name}.weight"), None
+        linear = read_linear(self._checkpoint, name, scheme)
+        self._unread -= {f"{name}.{local}" for local in self._read_with(scheme)}
+        return linear, scheme.activations
+
+    def _read_with(self, scheme: LinearScheme) -> Collection[str]:
+        """Local names of the tensors that a module of `scheme` may have."""
+        return format_of(self._checkpoint.config).dtypes(scheme)
+
+    def _make(
+        self,
+        names: Sequence[str],
+        weights: Sequence[Weight],
+        biases: Sequence[torch.Tensor | None],
+        activations: Sequence[ActivationScheme | None],
+    ) -> Linear:
+        try:
+            return make_linear(
+                weights,
+                biases,
+                dtype=self._dtype,
+                device=self._device,
+                ops=self._ops,
+                activations=activations,
+            )
+        except ValueError as error:
+            where = ", ".join(names)
+            raise ValueError(f"{self._checkpoint.path}: {where}: {error}") from None
 
     def _bias(self, name: str) -> torch.Tensor | None:
         stored = f"{name}.bias"
@@ -145,7 +216,7 @@ class _Reader:
         tensor = self._checkpoint.read(name)
         if shape:
             self._check_shape(name, tuple(tensor.shape), shape)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _FLOAT_DTYPES:
             raise ValueError(f"{self._checkpoint.path}: {name} has dtype {tensor.dtype}, not float")
         self._unread.discard(name)
         return tensor
@@ -155,3 +226,7 @@ class _Reader:
             raise ValueError(
                 f"{self._checkpoint.path}: {name} has shape {shape}, expected {expected}"
             )
+
+
+def _shape(weight: Weight) -> tuple[int, ...]:
+    return tuple(weight.codes.shape if isinstance(weight, QuantizedLinear) else weight.shape)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import Checkpoint
-from compress.runtime.attention.base import AttentionBackend, AttentionSpec
+from compress.runtime.attention.base import AttentionBackend, AttentionSpec, KVScales
 from compress.runtime.batch import Batch
 from compress.runtime.config import DecoderConfig
+from compress.runtime.embedding import Embedding
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # (T, in) -> (T, out)
 
@@ -44,36 +44,38 @@ class DecoderLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """A loaded model. `embedding` (V, H) in the dtype that activations have.
+    """A loaded model.
 
-    `source` is the checkpoint that the weights came from.
+    `source` is the checkpoint that the weights came from; `kv_scales` are those that it has for a
+    float8 cache, None if it has none.
     """
 
     config: DecoderConfig
     source: Checkpoint
     ops: Ops
-    embedding: torch.Tensor
+    embedding: Embedding
     layers: Sequence[DecoderLayer]
     final_norm: torch.Tensor
     head: Linear
     inv_freq: torch.Tensor  # (head_dim / 2,) fp32
+    kv_scales: KVScales | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embedding.device
+        return self.final_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
-        return self.embedding.dtype
+        return self.final_norm.dtype
 
     def forward(self, batch: Batch, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states after the final norm, (T, H): what the head and draft heads read."""
         eps = self.config.rms_norm_eps
         angles = batch.positions.float()[:, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
-        x = F.embedding(batch.token_ids, self.embedding)
+        x = self.embedding(batch.token_ids)
         for i, layer in enumerate(self.layers):
             q, k, v = self._heads(layer, self.ops.rms_norm(x, layer.input_norm, eps))
             q, k = self.ops.rotary(q, k, cos, sin)

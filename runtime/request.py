@@ -124,3 +124,20 @@ class Completion:
     arrival_time: float
     token_times: list[float]
     log_probs: torch.Tensor | None = None
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raise ValueError if `request` is malformed or too long for the model, naming the request."""
+    name, prompt = request.request_id, request.prompt_ids
+    shortest = 1 if request.params else 2
+    if len(prompt) < shortest:
+        raise ValueError(f"request {name!r}: {len(prompt)} tokens, need at least {shortest}")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise ValueError(f"request {name!r}: token {wrong} is not in [0, {vocab_size})")
+    longest = len(prompt) + request.max_tokens
+    if longest > max_model_len:
+        raise ValueError(
+            f"request {name!r}: {len(prompt)} prompt tokens + {request.max_tokens} to generate"
+            f" exceed the model's {max_model_len}"
+        )

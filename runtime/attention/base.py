@@ -2,6 +2,12 @@
 
 The pool of one layer is (num_blocks, num_kv_heads, block_size, head_dim), the same on every device.
 Block 64 suits both sides: one tile of a GPU kernel, one matrix of a batched product on a CPU.
+
+A pool may be in float8_e4m3fn, with one scale for the keys and one for the values of each layer and
+KV head. What is stored of a key k is the code k / k_scale, after the rotary embedding, and every
+query attends to what the codes stand for, a prompt to its own keys as well. Scales are linear in
+attention, so they are taken out of it: backends see queries times k_scale, keys and values that are
+the codes themselves, and their output is multiplied by v_scale.
 """
 
 from collections.abc import Sequence
@@ -12,7 +18,10 @@ import numpy as np
 import psutil
 import torch
 
+from compress.kernels.activations import float8_codes
+from compress.lookup import lookup
 from compress.runtime.batch import Batch
+from compress.scheme import FLOAT8
 
 _CPU_MEMORY_FRACTION = 0.25  # of what is available, for the cache when its size is not given
 _GPU_MEMORY_FRACTION = 0.8
@@ -38,12 +47,39 @@ class AttentionSpec:
         return per_layer * len(self.windows)
 
 
-@dataclass(frozen=True, slots=True)
-class KVPool:
-    """`k[layer]`, `v[layer]`: the pools, each (num_blocks, num_kv_heads, block_size, head_dim)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVScales:
+    """Scales of a float8 cache: `k` and `v`, each (num_layers, num_kv_heads, 1) fp32."""
 
     k: torch.Tensor
     v: torch.Tensor
+
+    def encode(
+        self, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes float8_e4m3fn of keys and values (T, num_kv_heads, head_dim)."""
+        return float8_codes(k, self.k[layer]), float8_codes(v, self.v[layer])
+
+    def scale_queries(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """Queries (T, num_heads, head_dim) for keys that are codes, in the dtype of q."""
+        return _scale_heads(q, self.k[layer])
+
+    def scale_outputs(self, out: torch.Tensor, layer: int) -> torch.Tensor:
+        """Outputs (T, num_heads, head_dim) of values that were codes, in the dtype of `out`."""
+        return _scale_heads(out, self.v[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """`k[layer]`, `v[layer]`: the pools, each (num_blocks, num_kv_heads, block_size, head_dim).
+
+    Both are in float8_e4m3fn if there are `scales`, else in `dtype`, that of the queries.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    dtype: torch.dtype
+    scales: KVScales | None = None
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block destination, in every layer, for each pair."""
@@ -60,16 +96,34 @@ def allocate_pool(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    scales: KVScales | None = None,
 ) -> KVPool:
-    """A zeroed pool. Zeros matter: unwritten slots have weight 0, and 0 * NaN is not 0."""
+    """A zeroed pool. Zeros matter: unwritten slots have weight 0, and 0 * NaN is not 0.
+
+    `dtype` is that of the queries; with `scales` the pool itself is in float8_e4m3fn.
+    """
+    stored = dtype if scales is None else FLOAT8
     shape = (len(spec.windows), num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
     if device.type != "cpu":
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
-        return KVPool(k, v)
+        k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in "kv")
+        return KVPool(k, v, dtype, scales)
     # Unlike torch.zeros, numpy.zeros takes no memory before a block is first written.
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape) for _ in "kv")
-    return KVPool(k, v)
+    num_bytes = torch.Size(shape).numel() * stored.itemsize
+    k, v = (torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(stored).view(shape) for _ in "kv")
+    return KVPool(k, v, dtype, scales)
+
+
+def choose_scales(
+    kv_dtype: str, stored: KVScales | None, spec: AttentionSpec, device: torch.device
+) -> KVScales | None:
+    """Scales of the cache that `kv_dtype` asks for; None for a cache in the model's dtype.
+
+    "auto" is float8 if the checkpoint has scales for it, `stored`; "model" never; "fp8" always,
+    with scales of 1 for a model whose cache was not calibrated.
+    """
+    ones = torch.ones(len(spec.windows), spec.num_kv_heads, 1, device=device)
+    by_name = {"auto": stored, "model": None, "fp8": stored or KVScales(k=ones, v=ones)}
+    return lookup(by_name, kv_dtype, "kv_dtype")
 
 
 def affordable_blocks(block_bytes: int, device: torch.device, *, wanted: int) -> int:
@@ -99,3 +153,9 @@ class AttentionBackend(Protocol):
         q (T, num_heads, head_dim); k, v (T, num_kv_heads, head_dim), rotated; rows as in the
         planned batch. Returns (T, num_heads, head_dim) in the dtype of q.
         """
+
+
+def _scale_heads(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`x` (T, num_heads, head_dim) times the `scale` (num_kv_heads, 1) of the head it reads."""
+    group = x.shape[1] // len(scale)
+    return (x * scale.repeat_interleave(group, 0)).to(x.dtype)

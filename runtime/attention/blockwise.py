@@ -16,12 +16,14 @@ the pool, or two sequences share one, they are gathered first; the rest is the s
 Long queries (prompts) go through `scaled_dot_product_attention`: a whole prompt over its own rows,
 a later chunk over the gathered blocks of its sequence.
 
-The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q.
+The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q. The blocks
+of a float8 pool are converted to that dtype as they are read.
 """
 
 import torch
 import torch.nn.functional as F
 
+from compress.kernels.float8 import decode_float8
 from compress.runtime.attention.base import AttentionSpec, KVPool
 from compress.runtime.attention.block_plan import (
     MAX_SHORT_QUERY,
@@ -58,7 +60,7 @@ class BlockwiseAttention:
         for window in set(self._spec.windows):
             if short:
                 plan = plan_short(batch, short, size, window)
-                self._short[window] = _ShortStep(plan, self._spec, self._pool.k.dtype)
+                self._short[window] = _ShortStep(plan, self._spec, self._pool.dtype)
             self._long[window] = plan_long(batch, long, size, window)
 
     def forward(
@@ -66,10 +68,21 @@ class BlockwiseAttention:
     ) -> torch.Tensor:
         """As in `AttentionBackend`."""
         assert self._slots is not None, "forward() before plan()"
-        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        scales = self._pool.scales
+        if scales is not None:
+            q = scales.scale_queries(q, layer)
+            k, v = scales.encode(k, v, layer)
         blocks, offsets = self._slots
-        k_pool[blocks, :, offsets] = k
-        v_pool[blocks, :, offsets] = v
+        self._pool.k[layer][blocks, :, offsets] = k
+        self._pool.v[layer][blocks, :, offsets] = v
+        out = self._attend(q, k, v, layer)
+        return out if scales is None else scales.scale_outputs(out, layer)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Every query of the batch over the pool, or over its own `k` and `v` as they are in it."""
+        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
         window = self._spec.windows[layer]
         short, long = self._short.get(window), self._long[window]
         if short is not None and short.covers_batch(q):
@@ -106,6 +119,7 @@ class BlockwiseAttention:
         else:
             k = _gather(k_pool, plan.block_ids, plan.context_len)
             v = _gather(v_pool, plan.block_ids, plan.context_len)
+        k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -154,6 +168,7 @@ class _ShortStep:
             k, v = k_pool[plan.first : plan.last], v_pool[plan.first : plan.last]
         else:
             k, v = k_pool.index_select(0, plan.block_ids), v_pool.index_select(0, plan.block_ids)
+        k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
         items = len(plan.owner)
         queries = q.view(num_sequences, query_len, heads, group, head_dim)
         if query_len > 1:
@@ -192,3 +207,8 @@ def _gather(pool: torch.Tensor, block_ids: torch.Tensor, context_len: int) -> to
     """The keys or values of one sequence, (1, num_kv_heads, context_len, head_dim)."""
     blocks = pool.index_select(0, block_ids).transpose(0, 1)
     return blocks.reshape(1, blocks.shape[0], -1, blocks.shape[3])[:, :, :context_len]
+
+
+def _in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` itself, or the values of its float8 codes in `dtype`."""
+    return x if x.dtype == dtype else decode_float8(x, dtype)

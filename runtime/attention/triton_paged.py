@@ -27,8 +27,12 @@ class PagedAttention:
         batch = self._batch
         assert batch is not None, "forward() before plan()"
         k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
+        scales = self._pool.scales
+        if scales is not None:
+            q = scales.scale_queries(q, layer)
+            k, v = scales.encode(k, v, layer)
         self._ops.kv_write(k, v, k_pool, v_pool, batch.slots)
-        return self._ops.paged_attention(
+        out = self._ops.paged_attention(
             q,
             k_pool,
             v_pool,
@@ -39,3 +43,4 @@ class PagedAttention:
             window=self._spec.windows[layer],
             max_query_len=max(batch.host_query_lens),
         )
+        return out if scales is None else scales.scale_outputs(out, layer)

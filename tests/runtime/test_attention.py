@@ -8,7 +8,14 @@ import torch
 
 from compress.kernels.ops import select
 from compress.kernels.paged_attention import paged_attention_ref
-from compress.runtime.attention.base import AttentionBackend, AttentionSpec, KVPool, allocate_pool
+from compress.runtime.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KVPool,
+    KVScales,
+    allocate_pool,
+    choose_scales,
+)
 from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import Batch, build_batch
 from compress.runtime.blocks import BlockManager
@@ -120,6 +127,106 @@ def test_forward_writes_only_the_slots_of_its_layer(name: str) -> None:
     assert torch.equal(changed, written)
 
 
+def float8_scales(shared: bool = False) -> KVScales:
+    """Different for keys and values, layers and (unless `shared`) heads; some of them clip."""
+    shape = (len(SPEC.windows), SPEC.num_kv_heads, 1)
+    k = torch.linspace(0.003, 0.02, torch.Size(shape).numel()).view(shape)
+    k = k[:, :1].expand(shape) if shared else k
+    return KVScales(k=k, v=k.flip(0) / 3)
+
+
+def float8_pool(scales: KVScales, dtype: torch.dtype = torch.float32) -> KVPool:
+    pool = allocate_pool(SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, device=CPU, scales=scales)
+    generator = torch.Generator().manual_seed(7)
+    for tensor in (pool.k, pool.v):
+        tensor.copy_(100 * torch.randn(tensor.shape, generator=generator))
+    return pool
+
+
+def float8_oracle(batch: Batch, pool: KVPool, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    """`oracle` over a float pool that holds what the codes stand for, the new rows rounded too."""
+    scales = pool.scales
+    assert scales is not None
+    q, k, v = random_qkv(len(batch.token_ids), dtype)
+    pools = []
+    for codes, new, scale in ((pool.k, k, scales.k[layer]), (pool.v, v, scales.v[layer])):
+        values = codes[layer].double() * scale[:, :, None]
+        rounded = (new.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+        for row, slot in enumerate(batch.slots.tolist()):
+            values[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = rounded[row]
+        pools.append(values)
+    return paged_attention_ref(
+        q.double(),
+        *pools,
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_starts,
+        scale=SPEC.scale,
+        window=SPEC.windows[layer],
+        max_query_len=max(batch.host_query_lens),
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("shared", [True, False], ids=["per-tensor", "per-head"])
+@pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+def test_forward_over_a_float8_pool_matches_the_oracle(
+    step: Step, layer: int, shared: bool, name: str
+) -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    batch, pool = make_batch(step, blocks), float8_pool(float8_scales(shared))
+    expected = float8_oracle(batch, pool, layer, torch.float32)
+    backend = make_attention(name, SPEC, pool, select("torch", CPU))
+    got = attend(backend, batch, layer, torch.float32)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_forward_over_a_float8_pool_keeps_the_dtype_of_queries(
+    dtype: torch.dtype, name: str
+) -> None:
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    batch, pool = make_batch(STEPS["mixed"], blocks), float8_pool(float8_scales(), dtype)
+    expected = float8_oracle(batch, pool, 0, dtype)
+    got = attend(make_attention(name, SPEC, pool, select("torch", CPU)), batch, 0, dtype)
+    assert got.dtype == dtype
+    assert float((got.double() - expected).norm() / expected.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_float8_pool_is_a_byte_per_value_and_holds_codes(name: str) -> None:
+    scales = float8_scales()
+    pool = float8_pool(scales)
+    assert pool.k.dtype == pool.v.dtype == torch.float8_e4m3fn
+    assert (
+        SPEC.block_bytes(BLOCK_SIZE, pool.k.dtype) == SPEC.block_bytes(BLOCK_SIZE, torch.half) / 2
+    )
+    batch = make_batch(STEPS["decodes"], BlockManager(NUM_BLOCKS, BLOCK_SIZE))
+    attend(make_attention(name, SPEC, pool, select("torch", CPU)), batch, 2, torch.float32)
+    _, k, v = random_qkv(len(batch.token_ids))
+    for tensor, new, scale in ((pool.k, k, scales.k[2]), (pool.v, v, scales.v[2])):
+        for row, slot in enumerate(batch.slots.tolist()):
+            stored = tensor[2, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE]
+            clipped = (new[row] / scale).clamp(-448, 448)
+            assert torch.equal(stored.float(), clipped.to(torch.float8_e4m3fn).float())
+
+
+def test_choose_scales_follows_the_checkpoint_or_the_user() -> None:
+    stored = float8_scales()
+    assert choose_scales("auto", None, SPEC, CPU) is None
+    assert choose_scales("auto", stored, SPEC, CPU) is stored
+    assert choose_scales("model", stored, SPEC, CPU) is None
+    assert choose_scales("fp8", stored, SPEC, CPU) is stored
+    ones = choose_scales("fp8", None, SPEC, CPU)
+    assert ones is not None
+    assert ones.k.shape == ones.v.shape == stored.k.shape
+    assert (ones.k == 1).all() and (ones.v == 1).all()
+    with pytest.raises(ValueError, match="unknown kv_dtype 'int8'"):
+        choose_scales("int8", stored, SPEC, CPU)
+
+
 def scattered_blocks() -> BlockManager:
     """Every fourth block of the pool is free: too thin to read in place."""
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
@@ -208,12 +315,13 @@ def test_blockwise_ignores_garbage_in_dead_and_future_slots() -> None:
     assert torch.equal(attend(backend, batch, 0, torch.float32), clean)
 
 
-def test_copy_blocks_copies_every_layer() -> None:
-    pool = random_pool()
+@pytest.mark.parametrize("in_float8", [False, True], ids=["float", "float8"])
+def test_copy_blocks_copies_every_layer(in_float8: bool) -> None:
+    pool = float8_pool(float8_scales()) if in_float8 else random_pool()
     pool.copy_blocks([(3, 5), (4, 9)])
     for tensor in (pool.k, pool.v):
-        assert torch.equal(tensor[:, 3], tensor[:, 5])
-        assert torch.equal(tensor[:, 4], tensor[:, 9])
+        assert torch.equal(tensor[:, 3].float(), tensor[:, 5].float())
+        assert torch.equal(tensor[:, 4].float(), tensor[:, 9].float())
 
 
 def test_make_attention_refuses_an_unknown_name() -> None:

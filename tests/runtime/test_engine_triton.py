@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import SamplingParams
-from compress.scheme import WeightScheme
-from tests.runtime.test_loader import pack_all, rewrite
+from compress.scheme import KVCacheScheme, LinearScheme
+from tests.export.samples import FP8, packed_model
+from tests.runtime.test_loader import W4, W8A8_STATIC
 
 PROMPTS = [[5], [7, 11, 13, 200, 3], list(range(20, 43))]
 _SCRIPT = """
@@ -33,9 +35,21 @@ print(json.dumps([[c.token_ids for c in completions], [s.tolist() for s in score
 """
 
 
-def test_triton_kernels_give_what_torch_gives(llama: Path, tmp_path: Path) -> None:
-    scheme = WeightScheme(bits=4, group_size=32)
-    packed = rewrite(llama, tmp_path / "packed", lambda t, c: pack_all(t, c, scheme))
+@pytest.mark.parametrize(
+    ("scheme", "kv_cache"),
+    [
+        (W4, None),
+        (W4, KVCacheScheme(strategy="head")),
+        (W8A8_STATIC, None),
+        (FP8, KVCacheScheme()),
+    ],
+    ids=["w4", "w4-kv8-head", "w8a8", "fp8-kv8"],
+)
+def test_triton_kernels_give_what_torch_gives(
+    scheme: LinearScheme, kv_cache: KVCacheScheme | None, llama: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    packed_model(llama, packed, scheme, kv_cache=kv_cache)
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(packed), json.dumps(PROMPTS)],
