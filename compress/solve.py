@@ -10,6 +10,7 @@ import torch
 from compress.artifacts import LayerReport, QuantizedLinear
 from compress.calib.collectors import InputStatistics
 from compress.calib.methods import ROUNDERS, Method
+from compress.calib.methods.scales import least_scale
 from compress.kernels.activations import fake_quantize
 from compress.scheme import FLOAT8_MAX, ActivationScheme, LinearScheme, dequantize
 
@@ -51,7 +52,10 @@ def solve_shared(
 ) -> Solved:
     """Quantize `weights`, name of a Linear -> (out, in) fp32, that read what `statistics` saw."""
     started = time.monotonic()
-    linears, fallback = _round(weights, statistics, scheme, method, scale_dtype)
+    try:
+        linears, fallback = _round(weights, statistics, scheme, method, scale_dtype)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(weights)}: {error}") from None
     if scheme.activations is not None and not scheme.activations.dynamic:
         input_scale = _input_scale(statistics, scheme.activations)
         linears = {n: replace(part, input_scale=input_scale) for n, part in linears.items()}
@@ -63,7 +67,7 @@ def solve_shared(
             scheme=scheme.label,
             relative_error=_relative_error(sample, weight, linears[name], scheme.activations),
             seconds=share * len(weight),
-            fallback=fallback,
+            fallback=fallback or _underflow(weight, linears[name]),
         )
         for name, weight in weights.items()
     ]
@@ -98,6 +102,17 @@ def _round(
     )
     parts = _split_rows(stacked, [len(weight) for weight in weights.values()])
     return dict(zip(weights, parts, strict=True)), fallback
+
+
+def _underflow(weight: torch.Tensor, linear: QuantizedLinear) -> str | None:
+    """How many scales are the smallest that their dtype holds though their weights are not zero."""
+    at_limit = linear.scale.float().abs() <= least_scale(linear.scale.dtype)
+    if not bool(at_limit.any()) or linear.block_size is not None:
+        return None
+    lost = at_limit & (weight.view(*linear.scale.shape, -1) != 0).any(2)
+    name = str(linear.scale.dtype).removeprefix("torch.")
+    count = int(lost.sum())
+    return f"{count} groups of weights too small for a {name} scale" if count else None
 
 
 def _input_scale(statistics: InputStatistics, scheme: ActivationScheme) -> torch.Tensor:

@@ -87,10 +87,23 @@ def _normalized(importance: torch.Tensor) -> torch.Tensor:
 
 
 def storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round `scale` (any shape) to `dtype`, its magnitude between the least and largest normal."""
+    """Round `scale` (any shape) to `dtype`, its magnitude at least `least_scale(dtype)`.
+
+    Raises ValueError for a scale beyond the largest number of `dtype`.
+    """
+    largest = float(scale.abs().max())
+    if largest > torch.finfo(dtype).max:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"a scale of {largest:.3g} does not fit {name}; store scales in bfloat16 or float32"
+        )
+    return torch.copysign(scale.abs().clamp(min=least_scale(dtype)), scale).to(dtype)
+
+
+def least_scale(dtype: torch.dtype) -> float:
+    """The smallest scale that is stored: float16, of little range, goes down to its subnormals."""
     info = torch.finfo(dtype)
-    magnitude = scale.abs().clamp(min=info.tiny, max=info.max)
-    return torch.copysign(magnitude, scale).to(dtype)
+    return info.tiny * info.eps if dtype == torch.float16 else info.tiny
 
 
 def _symmetric(

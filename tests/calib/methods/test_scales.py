@@ -86,7 +86,7 @@ def test_tiny_weights_do_not_underflow_fp16_scales() -> None:
     scale, _ = find_scales(
         weights(3, 64) * 1e-9, torch.ones(64), WeightScheme(), ScaleSearch(), torch.float16
     )
-    assert (scale.abs() >= torch.finfo(torch.float16).tiny).all()
+    assert (scale.abs() >= 2.0**-24).all()  # the smallest subnormal
 
 
 @pytest.mark.parametrize("flip", [1, -1], ids=["as-is", "mirrored"])
