@@ -70,7 +70,7 @@ def test_inputs_are_rounded_only_if_the_scheme_says_so(tmp_path: Path) -> None:
         scene = make_scene(tmp_path / scheme.label, scheme=scheme, outliers=50.0)
         _, (report, _) = apply_smoothquant(*parts(scene), SmoothQuant())
         losses[scheme] = report.loss_before
-    assert losses[W8A8] > 10 * losses[weight_only]
+    assert losses[W8A8] > 4 * losses[weight_only]
 
 
 def test_weight_only_schemes_keep_their_inputs_in_float(tmp_path: Path) -> None:
