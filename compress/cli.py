@@ -3,15 +3,14 @@
 import errno
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
-from compress.errors import CheckFailed
+from compress.errors import CheckFailed, is_out_of_memory, one_line
 from compress.options import (
+    ActivationBudget,
     Checkpoint,
     Device,
     JsonFile,
@@ -25,8 +24,9 @@ from compress.options import (
     to_stdout,
     write_json,
 )
+from compress.signals import Interrupted, interruptible
 
-EXIT_CHECK_FAILED, EXIT_BAD_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_CHECK_FAILED, EXIT_BAD_USAGE = 1, 2
 
 app = typer.Typer(
     help="Compress large language models: quantize, train drafts, measure what it costs and gains.",
@@ -37,27 +37,11 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="Recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
-P = ParamSpec("P")
 _UsageError: Any = typer.BadParameter.__base__  # of the click that this typer carries
 
 
-class _Interrupted(Exception):
-    """Ctrl-C, in a form that typer does not turn into a plain exit."""
-
-
-def _interruptible(command: Callable[P, None]) -> Callable[P, None]:
-    @wraps(command)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            raise _Interrupted(_one_line(error, "interrupted")) from error
-
-    return wrapper
-
-
 @app.command()
-@_interruptible
+@interruptible
 def quantize(
     model: Model,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write.")] = None,
@@ -73,6 +57,7 @@ def quantize(
     seed: Seed = 0,
     target: Target = None,
     device: Device = "auto",
+    activation_budget: ActivationBudget = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
@@ -87,9 +72,12 @@ def quantize(
     from compress import quantize as work
     from compress import render
     from compress.calib.data import CalibrationSpec
+    from compress.distributed import launched_rank
     from compress.recipe import load_recipe
     from compress.run import QuantizeJob
 
+    if launched_rank():  # rank 0 speaks for all
+        json_file, quiet = None, True
     job = QuantizeJob(
         model=model,
         output=output or Path("unused"),
@@ -103,6 +91,7 @@ def quantize(
         resume=resume,
         force=force,
         quiet=quiet,
+        activation_budget=activation_budget,
     )
     if dry_run:
         plan = work.plan_job(job).plan
@@ -117,7 +106,7 @@ def quantize(
 
 
 @app.command("serve-eval")
-@_interruptible
+@interruptible
 def serve_eval(
     model: Model,
     baseline: Annotated[
@@ -173,7 +162,7 @@ def serve_eval(
 
 
 @app.command("train-draft")
-@_interruptible
+@interruptible
 def train_draft(
     target: Annotated[str, typer.Argument(help="Checkpoint that the draft will speed up.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
@@ -233,7 +222,7 @@ def demo(
 
 
 @app.command()
-@_interruptible
+@interruptible
 def convert(
     checkpoint: Checkpoint,
     to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq, gptq_v2 or awq.")],
@@ -262,7 +251,7 @@ def convert(
 
 
 @app.command()
-@_interruptible
+@interruptible
 def verify(
     checkpoint: Checkpoint,
     against: Annotated[
@@ -349,23 +338,26 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code of one command: 0 done, 1 a check failed, 2 bad usage or input, 130 interrupted."""
+    """Exit code of one command: 0 done, 1 a check failed, 2 bad usage, 130 or 143 interrupted."""
     settings["verbose"] = False
     try:
         app(args=arguments, standalone_mode=False)
     except _UsageError as error:
         return _fail(error.format_message(), EXIT_BAD_USAGE)
-    except (_Interrupted, KeyboardInterrupt, typer.Abort) as error:
-        return _fail(str(error) or "interrupted", EXIT_INTERRUPTED)
+    except Interrupted as error:
+        return _fail(str(error), error.code)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _fail(str(error) or "interrupted", Interrupted.code)
     except CheckFailed as error:
-        return _fail(_one_line(error), EXIT_CHECK_FAILED)
+        return _fail(one_line(error), EXIT_CHECK_FAILED)
     except (ValueError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return _fail(_one_line(error), EXIT_CHECK_FAILED if full else EXIT_BAD_USAGE)
-    except MemoryError as error:
-        return _fail(_one_line(error, "out of memory"), EXIT_CHECK_FAILED)
-    except Exception as error:  # a bug, or input of a kind that no check has thought of
-        reason = f"{type(error).__name__}: {_one_line(error)}"
+        return _fail(one_line(error), EXIT_CHECK_FAILED if full else EXIT_BAD_USAGE)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return _fail(one_line(error, "out of memory"), EXIT_CHECK_FAILED)
+        # a bug, or input of a kind that no check has thought of
+        reason = f"{type(error).__name__}: {one_line(error)}"
         return _fail(f"unexpected {reason} (-v shows where)", EXIT_CHECK_FAILED)
     return 0
 
@@ -377,12 +369,3 @@ def _fail(message: str, code: int) -> int:
         traceback.print_exc()
     print(f"compress: error: {message}", file=sys.stderr)
     return code
-
-
-def _one_line(error: BaseException, message: str = "") -> str:
-    """What went wrong, where, and what to do: the message and the notes of `error` in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        place = f": {error.filename}" if error.filename else ""
-        message = f"{error.strerror}{place}"
-    parts = [message or str(error), *getattr(error, "__notes__", [])]
-    return "; ".join(" ".join(part.split()) for part in parts)

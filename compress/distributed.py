@@ -31,7 +31,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from compress.errors import CheckFailed
+from compress.errors import CheckFailed, is_out_of_memory, one_line
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(days=7)  # rank 0 may write for hours; who dies is noticed without a timeout
@@ -224,12 +224,12 @@ def _describe(error: Exception | None) -> tuple[str, str] | None:
     if error is None:
         return None
     if isinstance(error, CheckFailed):
-        return "check", str(error)
-    if isinstance(error, MemoryError):
-        return "memory", str(error) or "out of memory"
+        return "check", one_line(error)
+    if is_out_of_memory(error):
+        return "memory", "out of memory"
     if isinstance(error, ValueError | OSError):
-        return "input", str(error)
-    return "bug", f"{type(error).__name__}: {error}"
+        return "input", one_line(error)
+    return "bug", f"{type(error).__name__}: {one_line(error)}"
 
 
 @contextmanager

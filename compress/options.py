@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 settings = {"verbose": False}
+_PREFIXES = (("", 0), ("K", 1), ("M", 2), ("G", 3), ("T", 4))
 
 
 def _set_verbose(value: bool) -> None:
@@ -25,6 +27,16 @@ def _check_json(file: Path | None) -> Path | None:
     return file
 
 
+def parse_bytes(text: str) -> int:
+    """`500MB`, `2 GB`, `1GiB` or a plain number in bytes. BadParameter for anything else."""
+    units = {"": 1, **{f"{name}B": 1000**power for name, power in _PREFIXES}}
+    units |= {f"{name}IB": 1024**power for name, power in _PREFIXES[1:]}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?B|)", text.strip().upper())
+    if match is None or match[2] not in units:
+        raise typer.BadParameter(f"{text!r}: expected a size such as 500MB or 2GB")
+    return int(float(match[1]) * units[match[2]])
+
+
 Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id, or `demo`.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
 JsonFile = Annotated[
@@ -36,6 +48,15 @@ JsonFile = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(help="Refuse what vllm, sglang or transformers would not load or misread."),
+]
+ActivationBudget = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_bytes,
+        metavar="SIZE",
+        help="Memory for activations, such as 500MB; past it they stay on disk.",
+        show_default="a quarter of the free memory",
+    ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

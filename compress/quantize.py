@@ -45,7 +45,7 @@ from compress.models.load import (
 from compress.plan import Plan, check_target, make_plan
 from compress.progress import progress
 from compress.resume import RunState, fingerprint_of, open_run, remove_run, sweep
-from compress.run import QuantizeJob, Run
+from compress.run import QuantizeJob, Run, batch_size_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +147,7 @@ def _prepare(job: QuantizeJob, ranks: Ranks) -> _Prepared:
     planned = plan_job(job)
     check_keeps(planned.checkpoint.path, job.output)
     data = planned.data or _load_data(job, planned.checkpoint)
+    ranks.share(len(data.tokens), batch_size_of(data))  # refuses too few samples
     fingerprint = _fingerprint(job, planned, data, ranks)
     report = _finished_report(job, fingerprint) if may_be_done else None
     if report is None:

@@ -57,6 +57,12 @@ class Needs:
     float_chain: bool
 
 
+def batch_size_of(data: CalibrationData) -> int:
+    """Samples of one forward pass."""
+    length: int = data.tokens.shape[1]
+    return max(1, BATCH_TOKENS // length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What the steps of one run share. `dtype` is that of the forward passes.
@@ -78,8 +84,7 @@ class Run:
 
     @property
     def batch_size(self) -> int:
-        length: int = self.data.tokens.shape[1]
-        return max(1, BATCH_TOKENS // length)
+        return batch_size_of(self.data)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -14,14 +14,25 @@ ROOMS = ("kernels", "calib", "export", "evalsuite", "runtime")
 
 # Lowest first; a module may import from its own layer and those before it.
 LAYERS = (
-    {"artifacts", "distributed", "errors", "lookup", "progress", "scheme", "devices"},
+    {"artifacts", "distributed", "errors", "signals", "lookup", "progress", "scheme", "devices"},
     {"models"},
     {"kernels"},
     {"calib"},
     {"export"},
     {"runtime"},
     {"evalsuite"},
-    {"recipe", "recipes", "knapsack", "assign", "plan", "resume", "run", "budget", "block", "solve"},
+    {
+        "recipe",
+        "recipes",
+        "knapsack",
+        "assign",
+        "plan",
+        "resume",
+        "run",
+        "budget",
+        "block",
+        "solve",
+    },
     {"finish", "quantize", "train_draft", "convert", "ablate", "render"},
     {"cli", "options"},
     {"__main__"},

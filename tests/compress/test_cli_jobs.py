@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from compress.calib.data import CalibrationSpec
 from compress.cli import run
 from compress.evalsuite.serve_eval import ServeEvalOptions
+from compress.options import parse_bytes
 from compress.recipe import load_recipe
 from compress.run import QuantizeJob
 from compress.train_draft import TrainDraftJob
@@ -23,7 +25,7 @@ WORK = {
 }
 QUANTIZE_FLAGS = """-o OUT --recipe rtn-w4a16 --set scheme.weights.bits=8 --set dtype=float16
     --calib-data TEXT --calib-samples 7 --calib-length 33 --seed 5 --device cpu --resume --force
-    --offline --quiet"""
+    --offline --quiet --activation-budget 1.5GB"""
 SERVE_EVAL_FLAGS = """--baseline BASE --draft DRAFT --ppl-data TEXT --ppl-protocol gptq
     --ppl-window 33 --ppl-limit 3 --workload rate:2.5 --prompt-tokens 17 --output-tokens 9
     --repeats 2 --dtype float16 --device cpu --seed 5 --offline --quiet"""
@@ -61,6 +63,7 @@ def test_every_flag_of_quantize_reaches_its_field(
         resume=True,
         force=True,
         quiet=True,
+        activation_budget=1_500_000_000,
     )
     assert json.loads(report.read_text()) == {"jobs": 1}
     assert asked_for(monkeypatch, "quantize", "MODEL", "-o", "OUT", "--json", "-") == QuantizeJob(
@@ -122,6 +125,20 @@ def test_every_flag_of_train_draft_reaches_its_field(
     assert json.loads(report.read_text()) == {"jobs": 1}
     arguments = ["train-draft", "TARGET", "-o", "OUT", "--json", "-"]
     assert asked_for(monkeypatch, *arguments) == TrainDraftJob(target="TARGET", output=Path("OUT"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("12", 12), ("500MB", 500_000_000), ("2 gb", 2_000_000_000), ("1.5GiB", 3 << 29)],
+)
+def test_parse_bytes_knows_the_usual_spellings(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1", "5 IB", "1e9", "500 MB/s"])
+def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a size such as 500MB"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("name", WORK)
