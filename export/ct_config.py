@@ -92,7 +92,7 @@ def quantization_config(
     for name, scheme in schemes.items():
         names_of.setdefault(scheme, []).append(name)
     groups = {
-        f"group_{index}": _group(scheme, _targets(names_of, scheme, ignore))
+        f"group_{index}": _group(scheme, _targets(names_of, scheme))
         for index, scheme in enumerate(names_of)
     }
     formats = list(dict.fromkeys(group["format"] for group in groups.values()))
@@ -145,15 +145,13 @@ def read_kv_cache(quantization: Mapping[str, Any]) -> KVCacheScheme | None:
     return KVCacheScheme(strategy="head" if args["strategy"] == "attn_head" else "tensor")
 
 
-def _targets(
-    names_of: Mapping[LinearScheme, Sequence[str]], scheme: LinearScheme, ignore: Sequence[str]
-) -> list[str]:
+def _targets(names_of: Mapping[LinearScheme, Sequence[str]], scheme: LinearScheme) -> list[str]:
     names = names_of[scheme]
     if len(names_of) == 1:
         linears = [LINEAR] if any(not is_embedding(name) for name in names) else []
         return linears + [name for name in names if is_embedding(name)]
-    others = [name for other, rest in names_of.items() if other != scheme for name in rest]
-    return compact(names, [*others, *ignore])
+    # float Linears need not be kept apart: `ignore` outranks targets
+    return compact(names, [n for other, rest in names_of.items() if other != scheme for n in rest])
 
 
 def _group(scheme: LinearScheme, targets: list[str]) -> dict[str, Any]:

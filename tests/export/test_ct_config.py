@@ -111,12 +111,28 @@ def test_groups_of_one_format_keep_it_at_the_top():
     assert quantization_config(schemes, [], None)["format"] == "pack-quantized"
 
 
-def test_a_float_linear_of_another_block_keeps_an_expression_from_naming_it():
-    names = [name for name in BLOCK if "up" in name]
+def test_a_linear_whose_scheme_changes_between_blocks_is_named_block_by_block():
+    ups = [f"model.layers.{block}.mlp.up_proj" for block in range(5)]
     eight = LinearScheme(weights=WeightScheme(bits=8))
-    schemes = {names[0]: W4, "model.layers.0.mlp.down_proj": eight}
-    scheme_for = read_config(quantization_config(schemes, ["lm_head", names[1]], None))
-    assert (scheme_for(names[0]), scheme_for(names[1])) == (W4, None)
+    schemes = dict(zip(ups[:4], [W4, eight, W4, eight], strict=True))
+    config = quantization_config(schemes, ["lm_head", ups[4]], None)
+    assert [group["targets"] for group in config["config_groups"].values()] == [
+        [ups[0], ups[2]],
+        [ups[1], ups[3]],
+    ]
+    scheme_for = read_config(config)
+    assert [scheme_for(name) for name in ups] == [*schemes.values(), None]
+
+
+def test_ignore_outranks_an_expression_that_means_the_other_blocks():
+    ups = [f"model.layers.{block}.mlp.up_proj" for block in range(3)]
+    schemes = {ups[0]: W4, ups[1]: W4, "model.layers.0.mlp.down_proj": W8A8}
+    config = quantization_config(schemes, ["lm_head", ups[2]], None)
+    assert config["config_groups"]["group_0"]["targets"] == [
+        r"re:^model\.layers\.\d+\.mlp\.up_proj$"
+    ]
+    scheme_for = read_config(config)
+    assert [scheme_for(name) for name in ups] == [W4, W4, None]
 
 
 def test_a_packed_embedding_is_a_target_by_name_beside_the_class():
