@@ -13,7 +13,9 @@ has to be beaten with the full scale search before a site is touched.
 
 `clip` then finds, group by group of each row, the range to which weights should be clipped before
 they are rounded, argmin || Q(clip(w)) X - w X ||; no clipping is among the candidates. Queries and
-keys are left out: errors in both multiply in the attention scores.
+keys are left out: errors in both multiply in the attention scores. It is off by default: on top of
+the scale search, which shrinks ranges already, it made the first two blocks of SmolLM2-135M err
+more (by 8 % and 2 %, W4 g64, round to nearest) on samples that it had not seen.
 
 Legend: O out_features, I in_features, G groups per row, W columns per group, C channels of a site's
 producer, T tokens, K = min(T, W).
