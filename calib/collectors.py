@@ -84,10 +84,11 @@ class InputStatistics:
 
     def divide(self, scale: torch.Tensor) -> None:
         """Make these the statistics of x / scale, in place; `scale` (I,) fp32, positive."""
-        outer = torch.outer(scale, scale)
-        self._moment /= outer if self.full else scale.square()
+        self._moment /= scale if self.full else scale.square()
+        if self.full:
+            self._moment /= scale[:, None]
         if self.cross:
-            self._cross /= outer
+            self._cross.div_(scale).div_(scale[:, None])
         self._sum_abs /= scale
         self._absmax /= scale
         self._sample = [(rows.float() / scale).to(rows.dtype) for rows in self._sample]
