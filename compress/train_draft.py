@@ -43,11 +43,10 @@ from compress.models.checkpoint import open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
 from compress.progress import Ticker, progress
 from compress.runtime.engine import Engine, EngineConfig
-from compress.runtime.loader import load_decoder
+from compress.runtime.loader import head_rows, load_decoder
 from compress.runtime.model import Decoder
 from compress.runtime.request import Completion, Request, SamplingParams
 from compress.runtime.speculative.base import DraftContext
-from compress.runtime.speculative.medusa import head_rows
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 160

@@ -9,7 +9,9 @@ Mathematics: a dynamic scale is max|x| over the group, divided by 127.5 (int) or
 the length of the code range, as compressed-tensors has it. A positive int maximum is therefore
 clipped to 127. All of it is in fp32; what is returned as x again is rounded to x's dtype once.
 Contract: a row depends on nothing but itself. A row of zeros has the smallest normal scale. NaN and
-infinity in a row make the whole row NaN where its scale is dynamic.
+infinity in a row make the whole row NaN where its scale is dynamic. Where the largest int value of
+a row is negative, x / scale is -127.5, a tie, whose code is -128 or -127 as the last bit of x has
+it: two engines whose activations agree to 1e-7 differ by more after it.
 
 Reference: compressed-tensors 0.20.1, `calculate_qparams` and `fake_quantize`.
 """
@@ -42,7 +44,8 @@ def check_activations(
 def dynamic_scale(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     """Scales (T, G) fp32 of `x` (T, K) fp32; G is 1 unless the scheme has groups."""
     groups = x.view(len(x), -1, scheme.group_size or x.shape[1])
-    largest: torch.Tensor = torch.linalg.vector_norm(groups, ord=float("inf"), dim=-1)
+    # several times faster than torch's vector_norm and aminmax
+    largest = groups.abs().amax(dim=-1)
     return largest.div_(_HALF_RANGE[scheme.type]).clamp_(min=_LEAST_SCALE)
 
 
@@ -53,7 +56,7 @@ def int8_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def float8_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes float8_e4m3fn of `x`, any float dtype; `scale` fp32 of a shape that broadcasts."""
-    return torch.div(x.float(), scale).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+    return torch.div(x, scale).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
 
 
 def fake_quantize(

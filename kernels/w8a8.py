@@ -89,8 +89,8 @@ def w8a8_cpu(x_codes: torch.Tensor, weight: Int8Cpu) -> torch.Tensor:
 
 @cache
 def has_int8_product() -> bool:
-    """Whether this CPU multiplies the largest codes without saturating."""
-    if not torch._C._has_mkldnn:
+    """Whether there is such a product, and this CPU multiplies the largest codes exactly."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         return False
     extreme = torch.full((4, 64), 127, dtype=torch.int8)
     extreme[1::2] = -128

@@ -56,6 +56,17 @@ def load_decoder(
     return decoder
 
 
+def head_rows(decoder: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rows (n, H) of the output head of `decoder` for `token_ids` (n,), in its dtype.
+
+    They are read from its checkpoint, for the head itself may quantize what it is given.
+    """
+    dtype, device = decoder.dtype, decoder.device
+    reader = _Reader(decoder.source, decoder.config, dtype=dtype, device=device, ops=decoder.ops)
+    rows = make_embedding(reader.head_weight(), dtype=dtype, device=device)
+    return rows(token_ids.to(device))
+
+
 class _Reader:
     """Reads the tensors of one checkpoint, remembering which."""
 
@@ -134,10 +145,21 @@ class _Reader:
     def head(self, table: Weight) -> Linear:
         """The output projection; if they are tied it is the embedding `table`, codes and all."""
         name = self._config.family.head
-        is_stored = any(stored.startswith(f"{name}.") for stored in self._unread)
-        if self._config.tie_word_embeddings and not is_stored:
+        if self.is_head_tied():
             return self._make([name], [table], [None], [None])
         return self.linear([name], [self._config.vocab_size], self._config.hidden_size)
+
+    def head_weight(self) -> Weight:
+        """The weight of the output projection."""
+        if self.is_head_tied():
+            return self.embedding()
+        return self._weight(self._config.family.head)[0]
+
+    def is_head_tied(self) -> bool:
+        """Whether the head is the embedding: the config says so, and there is none beside it."""
+        name = self._config.family.head
+        is_stored = any(stored.startswith(f"{name}.") for stored in self._checkpoint.tensors)
+        return self._config.tie_word_embeddings and not is_stored
 
     def kv_scales(self) -> KVScales | None:
         """Scales of a float8 cache, None if the config names none."""

@@ -157,5 +157,5 @@ class AttentionBackend(Protocol):
 
 def _scale_heads(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`x` (T, num_heads, head_dim) times the `scale` (num_kv_heads, 1) of the head it reads."""
-    group = x.shape[1] // len(scale)
-    return (x * scale.repeat_interleave(group, 0)).to(x.dtype)
+    by_kv_head = x.view(len(x), len(scale), -1, x.shape[2])  # (T, num_kv_heads, group, head_dim)
+    return (by_kv_head * scale[:, None]).to(x.dtype).view(x.shape)

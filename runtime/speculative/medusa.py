@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from compress.export.draft import MedusaDraft, read_medusa
 from compress.runtime.linear import make_linear
+from compress.runtime.loader import head_rows
 from compress.runtime.model import Decoder, Linear
 from compress.runtime.speculative.base import DraftContext
-
-_ROWS_AT_A_TIME = 256  # of the unit matrix, when reading rows of the head
 
 
 class MedusaProposer:
@@ -90,20 +89,3 @@ def load_medusa(folder: Path, target: Decoder) -> MedusaProposer:
             f" {target.source.fingerprint[:16]}..."
         )
     return MedusaProposer(draft, target)
-
-
-@torch.no_grad()
-def head_rows(target: Decoder, token_ids: torch.Tensor) -> torch.Tensor:
-    """Rows (Vd, H) of the target's output head for `token_ids` (Vd,), in the target's dtype.
-
-    However the head is stored, its product with the unit matrix gives the weights it computes with.
-    """
-    hidden_size = target.config.hidden_size
-    columns = []
-    token_ids = token_ids.to(target.device)
-    for first in range(0, hidden_size, _ROWS_AT_A_TIME):
-        size = min(_ROWS_AT_A_TIME, hidden_size - first)
-        unit = torch.zeros(size, hidden_size, dtype=target.dtype, device=target.device)
-        unit[torch.arange(size), first + torch.arange(size)] = 1
-        columns.append(target.head(unit)[:, token_ids].T)
-    return torch.cat(columns, dim=1)

@@ -340,3 +340,16 @@ def test_make_linear_refuses_inputs_that_cannot_be_quantized_so(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_linear([part], [None], dtype=torch.float32, device=CPU, ops=OPS, activations=[scheme])
+
+
+def test_make_linear_multiplies_as_float_where_the_integer_product_is_not_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("compress.runtime.linear.has_int8_product", lambda: False)
+    part = quantized(33, 96, bits=8, group=96)
+    linear = make_linear(
+        [part], [None], dtype=torch.float32, device=CPU, ops=OPS, activations=[TOKEN8]
+    )
+    assert isinstance(linear, QuantizedInputs)
+    x = torch.randn(5, 96)
+    assert relative_error(linear(x), meaning(x, part, TOKEN8, None)) < 1e-6

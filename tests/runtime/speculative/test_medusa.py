@@ -10,10 +10,14 @@ import torch
 from compress.calib.drafts.medusa import MedusaHeads
 from compress.export.draft import MedusaDraft, write_medusa
 from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.loader import head_rows
 from compress.runtime.model import Decoder
 from compress.runtime.request import SamplingParams
 from compress.runtime.speculative.base import DraftContext, load_proposer
-from compress.runtime.speculative.medusa import MedusaProposer, head_rows, load_medusa
+from compress.runtime.speculative.medusa import MedusaProposer, load_medusa
+from compress.scheme import dequantize
+from tests.export.samples import W8A8, packed_model
+from tests.runtime.test_loader import W8
 
 VOCAB, HIDDEN, HEADS = 331, 96, 3
 TOKEN_MAP = torch.arange(5, VOCAB, 7)
@@ -110,6 +114,19 @@ def test_head_rows_are_the_stored_ones(name: str, model_path: Any) -> None:
     stored = "model.embed_tokens.weight" if name == "llama-tied" else "lm_head.weight"
     expected = decoder.source.read(stored)[TOKEN_MAP]
     assert torch.equal(head_rows(decoder, TOKEN_MAP), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_head_rows_are_the_dequantized_ones_of_a_packed_head(
+    name: str, model_path: Any, tmp_path: Path
+) -> None:
+    packed = "model.embed_tokens" if name == "llama-tied" else "lm_head"
+    scheme = W8 if name == "llama-tied" else W8A8
+    linears = packed_model(
+        model_path(name), tmp_path / "packed", lambda module: scheme if module == packed else None
+    )
+    decoder = Engine.load(tmp_path / "packed", config=EngineConfig(num_blocks=1)).decoder
+    assert torch.equal(head_rows(decoder, TOKEN_MAP), dequantize(linears[packed])[TOKEN_MAP])
 
 
 def test_load_refuses_the_draft_of_another_target(target: Decoder, tmp_path: Path) -> None:
