@@ -70,14 +70,16 @@ class BlockReplay:
     @torch.no_grad()
     def collect(
         self, inputs: Activations, statistics: Statistics, chain: FloatChain | None = None
-    ) -> None:
+    ) -> torch.Tensor:
         """Add to `statistics` what the Linears read when the block runs on `inputs` (N, L, H).
 
-        With `chain` the block also runs on the chain's inputs with its weights: its outputs are
-        stored and what the Linears read there is the float side of the cross moments. Raises
-        ValueError naming the Linear if an input of it is not finite.
+        Returns the largest magnitude that the block puts out, () fp32. With `chain` the block also
+        runs on the chain's inputs with its weights: its outputs are stored and what the Linears
+        read there is the float side of the cross moments. Raises ValueError naming the Linear if an
+        input of it is not finite.
         """
         ahead: dict[SharedInput, torch.Tensor] = {}
+        largest = torch.zeros((), device=self.device)
         for samples in batches(inputs.shape[0], self.batch_size):
             if chain is not None:
                 with (
@@ -89,7 +91,9 @@ class BlockReplay:
             with self._watching(
                 statistics, lambda shared, x: statistics[shared].add(x, ahead.get(shared))
             ):
-                self._run(inputs[samples])
+                outputs = self._run(inputs[samples])
+            largest = torch.maximum(largest, outputs.abs().amax().float())
+        return largest
 
     @torch.no_grad()
     def propagate(

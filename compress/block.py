@@ -150,7 +150,9 @@ def _collect(
         cross=needs.float_chain,
     )
     with ranks.together():
-        work.replay.collect(inputs, statistics, chain)
+        largest = work.replay.collect(inputs, statistics, chain)
+    ranks.maximum(largest)
+    work.result.largest_output = max(work.result.largest_output, float(largest))
     for counted in statistics.values():
         counted.reduce(ranks)
     return statistics

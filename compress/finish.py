@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ from compress.budget import Sensitivity
 from compress.calib.methods.scales import ScaleSearch, find_scales
 from compress.devices import peak_rss_bytes
 from compress.errors import CheckFailed
-from compress.export.formats import FORMATS, PACKED_TENSORS, pack_linear, write_config
-from compress.export.inspect import write_provenance
+from compress.export.formats import FORMATS, pack_linear, write_config
+from compress.export.inspect import stored_bits, write_provenance
 from compress.export.verify import check_part, verify_checkpoint
 from compress.export.writer import copy_side_files, merge_shards, write_safetensors
 from compress.models.checkpoint import open_checkpoint
 from compress.plan import planned_config
 from compress.run import Run
 from compress.scheme import WeightScheme, round_to_codes
+
+_FLOAT16_MARGIN = 0.25  # other text than that of calibration reaches further
 
 
 def finish(run: Run, sensitivities: Sequence[Sensitivity] | None, started: float) -> dict[str, Any]:
@@ -78,13 +80,7 @@ def _round_rows(
 
 def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
     """The report of a run, as it is printed, written to JSON and kept in the checkpoint."""
-    weights = sum(out * inputs for out, inputs in (row.shape for row in run.plan.linears))
     after = open_checkpoint(folder)
-    packed = sum(
-        info.nbytes
-        for name, info in after.tensors.items()
-        if name.rpartition(".")[2] in PACKED_TENSORS
-    )
     return {
         "model": run.job.model,
         "recipe": run.job.recipe.to_dict(),
@@ -93,12 +89,27 @@ def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
         "planned_peak_rss_bytes": run.plan.peak_memory_bytes,
         "bytes": {"before": run.checkpoint.num_bytes, "after": after.num_bytes},
-        "bits_per_weight": 8 * packed / weights,
+        "bits_per_weight": stored_bits(after).quantized,
         "layers": [asdict(row) for row in run.state.rows],
         "sites": [asdict(site) for site in run.state.sites],
-        "warnings": list(run.plan.warnings),
+        "largest_outputs": run.state.largest_outputs,
+        "warnings": [*run.plan.warnings, *_overflow_warnings(run)],
         "left_in_float": [asdict(row) for row in run.plan.left_in_float],
     }
+
+
+def _overflow_warnings(run: Run) -> Iterator[str]:
+    """Readers compute in float16 if that is what the checkpoint stores: will the values fit?"""
+    if torch.float16 not in (run.plan.float_dtype, run.plan.scale_dtype):
+        return
+    limit = torch.finfo(torch.float16).max
+    largest = max(run.state.largest_outputs)
+    if largest > _FLOAT16_MARGIN * limit:
+        block = run.state.largest_outputs.index(largest)
+        yield (
+            f"block {block} puts out values up to {largest:.0f} in calibration, float16 ends at"
+            f" {limit:.0f}: serve it in bfloat16, or write format compressed-tensors in bfloat16"
+        )
 
 
 def _calibration(run: Run) -> dict[str, Any]:
@@ -127,7 +138,8 @@ def _transformed(run: Run) -> list[str]:
     """Tensors that are not the source's, rounding aside: there is nothing to compare them with."""
     if run.job.recipe.rotation is not None:
         return sorted(run.checkpoint.tensors)
-    return sorted(set(run.state.transformed))
+    moved = {f"{row.name}.weight" for row in run.state.rows} if run.needs.float_chain else set()
+    return sorted({*run.state.transformed, *moved})
 
 
 def _check_finished(run: Run, folder: Path) -> None:

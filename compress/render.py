@@ -1,5 +1,6 @@
 """Tables for the terminal. Everything here only reads plain values and prints them to stdout."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -33,6 +34,7 @@ def print_plan(plan: "Plan") -> None:
         f" weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)};"
         f" peak memory about {megabytes(plan.peak_memory_bytes)}"
     )
+    _print_warnings(console, plan.warnings)
 
 
 def plan_to_dict(plan: "Plan") -> dict[str, Any]:
@@ -45,6 +47,7 @@ def plan_to_dict(plan: "Plan") -> dict[str, Any]:
             {"name": row.name, "shape": list(row.shape), "scheme": row.scheme.label}
             for row in plan.linears
         ],
+        "warnings": list(plan.warnings),
         "left_in_float": [{"name": row.name, "reason": row.reason} for row in plan.left_in_float],
     }
 
@@ -62,6 +65,11 @@ def print_quantize_report(report: dict[str, Any], output: str) -> None:
         if row["fallback"]:
             note = f"fallback in {row['name']}: {row['fallback']}"
             console.print(note, style="yellow", markup=False)
+    for site in report["sites"]:
+        if site["left_alone"]:
+            note = f"left alone: {site['producer']}: {site['left_alone']}"
+            console.print(note, style="dim", markup=False)
+    _print_warnings(console, report["warnings"])
     before, after = report["bytes"]["before"], report["bytes"]["after"]
     left = report["left_in_float"]
     console.print(
@@ -85,11 +93,15 @@ def print_draft_report(report: dict[str, Any], output: str) -> None:
     )
 
 
+def _print_warnings(console: Console, warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+
+
 def print_convert_report(report: dict[str, Any]) -> None:
     """What was converted, and what the target program would not load."""
     console = Console()
-    for warning in report["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+    _print_warnings(console, report["warnings"])
     before, after = report["bytes"]["before"], report["bytes"]["after"]
     console.print(
         f"{escape(report['output'])}: {report['num_linears']} modules from {report['from']} to"

@@ -33,11 +33,15 @@ from compress.models.checkpoint import read_json
 
 @dataclass(slots=True)
 class BlockResult:
-    """What was done to one block: its report, and the tensors that are not as in the source."""
+    """What was done to one block: its report, and the tensors that are not as in the source.
+
+    `largest_output` is the largest magnitude in the block's float outputs.
+    """
 
     rows: list[LayerReport] = field(default_factory=list)
     sites: list[SiteReport] = field(default_factory=list)
     transformed: list[str] = field(default_factory=list)
+    largest_output: float = 0.0
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class RunState:
     rows: list[LayerReport] = field(default_factory=list)
     sites: list[SiteReport] = field(default_factory=list)
     transformed: list[str] = field(default_factory=list)
+    largest_outputs: list[float] = field(default_factory=list)
 
     def part_file(self, block: int) -> Path:
         """Where the packed tensors of a block go."""
@@ -67,6 +72,7 @@ class RunState:
         self.rows += result.rows
         self.sites += result.sites
         self.transformed += result.transformed
+        self.largest_outputs.append(result.largest_output)
         values = {
             "fingerprint": self.fingerprint,
             "next_block": next_block,
@@ -74,6 +80,7 @@ class RunState:
             "rows": [asdict(row) for row in self.rows],
             "sites": [asdict(site) for site in self.sites],
             "transformed": self.transformed,
+            "largest_outputs": self.largest_outputs,
         }
         temporary = self.folder / "state.json.tmp"
         temporary.write_text(json.dumps(values), encoding="utf-8")
@@ -146,6 +153,7 @@ def _parse_state(folder: Path) -> RunState:
             rows=[LayerReport(**row) for row in values["rows"]],
             sites=[SiteReport(**site) for site in values["sites"]],
             transformed=[str(name) for name in values["transformed"]],
+            largest_outputs=[float(value) for value in values["largest_outputs"]],
         )
     except (KeyError, TypeError, ValueError):
         raise ValueError(

@@ -11,10 +11,8 @@ from compress.artifacts import LayerReport, QuantizedLinear
 from compress.calib.collectors import InputStatistics
 from compress.calib.methods import ROUNDERS, Method
 from compress.calib.methods.scales import least_scale
-from compress.kernels.activations import fake_quantize
-from compress.scheme import FLOAT8_MAX, ActivationScheme, LinearScheme, dequantize
-
-_INT8_HALF_RANGE = 127.5
+from compress.kernels.activations import fake_quantize, static_scale
+from compress.scheme import ActivationScheme, LinearScheme, dequantize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +55,7 @@ def solve_shared(
     except ValueError as error:
         raise ValueError(f"{', '.join(weights)}: {error}") from None
     if scheme.activations is not None and not scheme.activations.dynamic:
-        input_scale = _input_scale(statistics, scheme.activations)
+        input_scale = static_scale(statistics.absmax.max(), scheme.activations).cpu()
         linears = {n: replace(part, input_scale=input_scale) for n, part in linears.items()}
     share = (time.monotonic() - started) / sum(len(weight) for weight in weights.values())
     sample = statistics.sample.float()
@@ -113,13 +111,6 @@ def _underflow(weight: torch.Tensor, linear: QuantizedLinear) -> str | None:
     name = str(linear.scale.dtype).removeprefix("torch.")
     count = int(lost.sum())
     return f"{count} groups of weights too small for a {name} scale" if count else None
-
-
-def _input_scale(statistics: InputStatistics, scheme: ActivationScheme) -> torch.Tensor:
-    """(1,) fp32: the largest input seen fills the range of the codes."""
-    half_range = _INT8_HALF_RANGE if scheme.type == "int" else FLOAT8_MAX
-    largest = statistics.absmax.max().reshape(1).cpu()
-    return (largest / half_range).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _split_rows(stacked: QuantizedLinear, sizes: list[int]) -> list[QuantizedLinear]:

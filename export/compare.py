@@ -16,8 +16,8 @@ would widen the second term, so the relative error is capped by a constant for e
 The step of a float8 code is not s but grows with the weight: at most |w| / 8 (3 bits of mantissa),
 and 2^-9 s near zero.
 
-The bound holds for methods that round the source's weights. One that rescales or rotates them first
-has no W to compare with: it lists those tensors in the provenance, and they are left out here.
+The bound holds for methods that round the source's weights. One that rescales, rotates or moves them
+first has no W to compare with: it lists those tensors in the provenance, and they are left out here.
 """
 
 import filecmp
@@ -44,12 +44,20 @@ _FLOAT8_LEAST = 2.0**-9  # smallest code above zero
 _CONFIG_MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "transformers_version"}
 
 
-def compare_config(subject: Subject, source: Checkpoint) -> Check:
-    """The architecture, vocabulary and every other key of `config.json` are the source's."""
+def compare_config(
+    subject: Subject, source: Checkpoint, transformed: frozenset[str] = frozenset()
+) -> Check:
+    """The architecture, vocabulary and every other key of `config.json` are the source's.
+
+    A rotation unties the head: it is then among the `transformed` tensors.
+    """
     mine, theirs = subject.checkpoint.config, source.config
+    may_differ = set(_CONFIG_MAY_DIFFER)
+    if transformed - source.tensors.keys():
+        may_differ.add("tie_word_embeddings")
     problems = [
         f"{key} is {mine.get(key)!r}, the source has {theirs.get(key)!r}"
-        for key in sorted((mine.keys() | theirs.keys()) - _CONFIG_MAY_DIFFER)
+        for key in sorted((mine.keys() | theirs.keys()) - may_differ)
         if mine.get(key) != theirs.get(key)
     ]
     return result("config", problems, "equal to the source's, quantization and dtype aside")
@@ -85,7 +93,8 @@ def compare_untouched(
         num_cast += mine.dtype != theirs.dtype
         if not same_bits(mine, theirs.to(mine.dtype)):
             problems.append(f"{name} differs from the source")
-    added = checkpoint.tensors.keys() - source.tensors.keys() - packed - subject.kv_scales
+    known = source.tensors.keys() | packed | subject.kv_scales | transformed
+    added = checkpoint.tensors.keys() - known
     problems += [f"{name} is not in the source" for name in sorted(added)]
     num_equal = len(kept) - num_transformed
     passed = f"{num_equal} tensors equal to the source's ({num_cast} after a cast)"

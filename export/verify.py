@@ -84,7 +84,7 @@ def verify_checkpoint(path: Path, against: Path | None = None) -> VerifyReport:
         transformed = transformed_tensors(subject)
         weights, relative_errors = compare_packed(subject, source, transformed)
         checks += [
-            compare_config(subject, source),
+            compare_config(subject, source, transformed),
             compare_untouched(subject, source, transformed),
             *([weights] if subject.packed else []),
             compare_side_files(subject, source),

@@ -49,6 +49,12 @@ def dynamic_scale(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     return largest.div_(_HALF_RANGE[scheme.type]).clamp_(min=_LEAST_SCALE)
 
 
+def static_scale(largest: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
+    """Scale (1,) fp32 with which the `largest` magnitude (one number) fills the codes."""
+    scale = largest.float().reshape(1) / _HALF_RANGE[scheme.type]
+    return scale.clamp(min=_LEAST_SCALE)
+
+
 def int8_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Codes (T, K) of `x` (T, K) fp32, still as fp32; `scale` (T, 1), or (1,)."""
     return torch.div(x, scale).round_().clamp_(_INT8_MIN, _INT8_MAX)
@@ -62,14 +68,14 @@ def float8_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def fake_quantize(
     x: torch.Tensor, scheme: ActivationScheme, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x` (T, K) quantized and dequantized again: codes * scale, in the dtype of x.
+    """`x` (..., K) quantized and dequantized again: codes * scale, in the dtype of x.
 
     `input_scale` (1,) fp32 is read by a static scheme only, and needed by it.
     """
-    values = x.float()
+    values = x.float().reshape(-1, x.shape[-1])
     if scheme.dynamic:
         scale = dynamic_scale(values, scheme)[..., None]  # (T, G, 1)
-        values = values.view(len(x), scale.shape[1], -1)
+        values = values.view(len(values), scale.shape[1], -1)
     else:
         assert input_scale is not None, "a static scheme without input_scale"
         scale = input_scale

@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 
 from compress.calib.collectors import InputStatistics
-from compress.calib.methods.fake_quant import cheap_search, round_inputs, round_weight
+from compress.calib.methods.fake_quant import cheap_search, round_weight
 from compress.calib.methods.scales import ScaleSearch
 from compress.calib.scene import (
     BlockScene,
@@ -34,6 +34,7 @@ from compress.calib.scene import (
     first_output,
     record_calls,
 )
+from compress.kernels.activations import fake_quantize, static_scale
 from compress.models.family import SharedInput, SmoothingSite
 from compress.scheme import ActivationScheme
 
@@ -128,9 +129,9 @@ class SiteProblem:
             scheme = self.scene.schemes[name].activations
             if wide is None or scheme is None:
                 continue
-            absmax = 0.0 if scheme.dynamic else float((self.statistics.absmax / wide).amax())
+            largest = (self.statistics.absmax / wide).amax()
             consumer = self.scene.module.get_submodule(name)
-            handles.append(consumer.register_forward_pre_hook(_input_hook(scheme, wide, absmax)))
+            handles.append(consumer.register_forward_pre_hook(_input_hook(scheme, wide, largest)))
         try:
             yield
         finally:
@@ -368,9 +369,11 @@ def _plain(loss: float | None) -> float | None:
     return loss if loss is not None and isfinite(loss) else None
 
 
-def _input_hook(scheme: ActivationScheme, wide: torch.Tensor, absmax: float) -> Any:
+def _input_hook(scheme: ActivationScheme, wide: torch.Tensor, largest: torch.Tensor) -> Any:
+    scale = None if scheme.dynamic else static_scale(largest, scheme)
+
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        rounded = round_inputs(args[0].float() / wide, scheme, absmax) * wide
+        rounded = fake_quantize(args[0].float() / wide, scheme, scale) * wide
         return (rounded.to(args[0].dtype), *args[1:])
 
     return hook

@@ -12,6 +12,7 @@ it is tied to. Within one call tied parameters stay one parameter; across calls 
 """
 
 import ctypes
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _STALE_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old exporters, computed 
 _MAX_NAMES_SHOWN = 3
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _MAPPED_BYTES = 4 << 20
+_MAPPED_BYTES_UNDER_LIMIT = 256 << 10
 
 
 def build_skeleton(checkpoint: Checkpoint) -> nn.Module:
@@ -170,10 +172,13 @@ def map_large_tensors() -> None:
     """Have glibc map every tensor of 4 MB or more by itself, so that freeing it returns its pages.
 
     By default it moves sizes up to 32 MB to its heap once one has been freed, where they leave
-    holes that add up block by block.
+    holes that add up block by block. Where the address space is limited (ulimit -v) holes count
+    even if their pages are returned: sizes from 256 KB on are mapped then, which takes some time.
     """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    size = _MAPPED_BYTES if limit == resource.RLIM_INFINITY else _MAPPED_BYTES_UNDER_LIMIT
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, size)
 
 
 def trim_heap() -> None:

@@ -117,10 +117,11 @@ def seen(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     inputs, statistics = [], []
     work = BlockReplay.collect
 
-    def collect(self: BlockReplay, hidden: torch.Tensor, stats: Any, chain: Any = None) -> None:
-        work(self, hidden, stats, chain)
+    def collect(self: BlockReplay, hidden: torch.Tensor, stats: Any, chain: Any = None) -> Any:
+        largest = work(self, hidden, stats, chain)
         inputs.append(hidden.clone())
         statistics.append(dict(stats))
+        return largest
 
     run = job(llama, tmp_path_factory.mktemp("seen") / "out", "scheme.weights.bits=2")
     with pytest.MonkeyPatch.context() as patch:

@@ -7,14 +7,14 @@ from torch import nn
 
 from compress.calib.capture import BlockCalls
 from compress.calib.methods.awq import AWQ
-from compress.calib.methods.fake_quant import round_inputs, round_weight
+from compress.calib.methods.fake_quant import round_weight
 from compress.calib.methods.scales import ScaleSearch
 from compress.calib.methods.smoothing import Channels, fold_scale
 from compress.calib.methods.smoothquant import SmoothQuant
 from compress.calib.scene import block_output
 from compress.calib.transforms import TRANSFORMS, apply_transform
 from compress.models.family import FAMILIES, ModelFamily, SharedInput, SmoothingSite
-from compress.scheme import ActivationScheme, LinearScheme, WeightScheme
+from compress.scheme import LinearScheme, WeightScheme
 from tests.calib.blocks import W4, load, make_scene, parts, scene_of, statistics_of, weights_of
 
 BOTH = [AWQ(ratios=6), SmoothQuant(alpha=0.6, sites="all")]
@@ -236,30 +236,3 @@ def test_round_weight_errs_by_half_a_step_at_most() -> None:
     step = weight.view(5, 2, 32).abs().amax(2, keepdim=True) / 127.5
     assert ((rounded - weight).view(5, 2, 32).abs() <= 0.51 * step).all()
     assert not torch.equal(rounded, weight)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "groups"),
-    [
-        (ActivationScheme(), (7, 1, 24)),
-        (ActivationScheme(group_size=8), (7, 3, 8)),
-        (ActivationScheme(dynamic=False), (1, 1, 168)),
-    ],
-    ids=["token", "group", "static"],
-)
-def test_round_inputs_to_int8(scheme: ActivationScheme, groups: tuple[int, ...]) -> None:
-    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
-    found = round_inputs(x, scheme, float(x.abs().max()))
-    parts_ = x.view(groups)
-    step = parts_.abs().amax(-1, keepdim=True) / 127
-    torch.testing.assert_close(found.view(groups), (parts_ / step).round() * step)
-    assert round_inputs(torch.zeros(2, 24), scheme, 0.0).equal(torch.zeros(2, 24))
-
-
-def test_round_inputs_to_float8_and_clips_what_calibration_did_not_see() -> None:
-    x = torch.randn(3, 8)
-    found = round_inputs(x, ActivationScheme(type="float"), 0.0)
-    step = x.abs().amax(-1, keepdim=True) / 448
-    torch.testing.assert_close(found, (x / step).to(torch.float8_e4m3fn).float() * step)
-    static = ActivationScheme(type="float", dynamic=False)
-    assert round_inputs(torch.tensor([[5.0, -9.0]]), static, 2.0).tolist() == [[2.0, -2.0]]
