@@ -60,7 +60,7 @@ def assign_schemes(
     }
     _check_fused(checkpoint, family, schemes, ignored)
     if recipe.embedding is not None:
-        schemes |= _vocabulary_schemes(checkpoint, family, recipe.embedding, ignored)
+        schemes |= _vocabulary_schemes(checkpoint, family, recipe.embedding.weights, ignored)
     _check_groups(checkpoint, schemes)
     _check_format(checkpoint, recipe.format, schemes)
     left = [LeftInFloat(name=name, reason=f"ignored by {ignored[name]!r}") for name in ignored]

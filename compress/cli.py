@@ -227,10 +227,7 @@ def convert(
     checkpoint: Checkpoint,
     to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq, gptq_v2 or awq.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
-    target: Annotated[
-        str | None,
-        typer.Option(help="Warn of what vllm, sglang or transformers would not load."),
-    ] = None,
+    target: Target = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     json_file: JsonFile = None,
     quiet: Quiet = False,

@@ -54,7 +54,7 @@ _MAX_SHOWN = 3
 class ConvertJob:
     """Write the packed checkpoint `source` to `output` in the format called `to`.
 
-    `target` names a program (see `TARGETS`) whose rules the result is held against.
+    `target` names a program (see `TARGETS`) that must be able to load the result.
     """
 
     source: Path
@@ -66,10 +66,10 @@ class ConvertJob:
 
 
 def convert(job: ConvertJob) -> dict[str, Any]:
-    """Run `job`; returns `source, output, from, to, num_linears, bytes, warnings`.
+    """Run `job`; returns `source, output, from, to, num_linears, bytes`.
 
-    `warnings` are what `job.target` would refuse or misread. Raises ValueError for what cannot be
-    converted exactly, CheckFailed if the written folder does not pass `verify`.
+    Raises ValueError for what cannot be converted exactly and for what `job.target` would refuse or
+    misread, CheckFailed if the written folder does not pass `verify`.
     """
     format = lookup(FORMATS, job.to, "format")
     if job.target is not None:
@@ -80,6 +80,7 @@ def convert(job: ConvertJob) -> dict[str, Any]:
     subject = subject_of(checkpoint)
     schemes = _schemes(subject, format)
     config = _config(subject, schemes, format)
+    _check_target(job, config, subject, schemes, format)
     # not the staging folder of `quantize`, which may hold a run to be resumed
     staging = job.output.resolve().with_name(f".{job.output.resolve().name}.converting")
     shutil.rmtree(staging, ignore_errors=True)
@@ -102,7 +103,6 @@ def convert(job: ConvertJob) -> dict[str, Any]:
         "to": format.name,
         "num_linears": len(schemes),
         "bytes": {"before": checkpoint.num_bytes, "after": after.num_bytes},
-        "warnings": _warnings(job, after, subject, schemes, format),
     }
 
 
@@ -253,15 +253,19 @@ def _provenance(subject: Subject) -> dict[str, Any]:
     return {**origin, "converted_from": [*earlier, converted]}
 
 
-def _warnings(
+def _check_target(
     job: ConvertJob,
-    after: Checkpoint,
+    config: Mapping[str, Any],
     subject: Subject,
     schemes: Mapping[str, LinearScheme],
     format: Format,
-) -> list[str]:
+) -> None:
     if job.target is None:
-        return []
-    first = next(iter(schemes))
-    scale_dtype = format.scale_dtype or after.tensors[f"{first}.weight_scale"].dtype
-    return lint_target(after.config, schemes, subject.linears, scale_dtype, job.target)
+        return
+    names = (f"{name}.weight_scale" for name in schemes)
+    stored = (subject.checkpoint.tensors.get(name) for name in names)
+    found = next((info.dtype for info in stored if info is not None), torch.float16)
+    scale_dtype = format.scale_dtype or found
+    problems = lint_target(config, schemes, subject.linears, scale_dtype, job.target)
+    if problems:
+        raise ValueError(f"--target {job.target}: {'; '.join(problems)}")

@@ -22,7 +22,7 @@ from compress.calib.methods.rotation import Rotation
 from compress.calib.methods.smoothquant import SmoothQuant
 from compress.export.formats import FORMATS
 from compress.lookup import lookup
-from compress.scheme import QuantScheme, WeightScheme
+from compress.scheme import EmbeddingScheme, QuantScheme
 
 BlockTransform = AWQ | SmoothQuant
 Transform = Annotated[BlockTransform | Rotation, Field(discriminator="kind")]
@@ -70,7 +70,7 @@ class Recipe:
     method: Method
     transforms: tuple[Transform, ...] = ()
     budget: Budget | None = None
-    embedding: WeightScheme | None = None
+    embedding: EmbeddingScheme | None = None
     true_sequential: bool = False
     ignore: tuple[str, ...] = ()
     format: str = "compressed-tensors"

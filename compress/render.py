@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from compress.plan import Plan
 
 _WORST_LAYERS = 5
+_SPEED_NOTE = (
+    "transformers unpacks such a checkpoint when it runs: smaller there, not faster;"
+    " serving engines and `compress serve-eval` compute with the packed weights"
+)
 
 
 def megabytes(num_bytes: float) -> str:
@@ -70,6 +74,7 @@ def print_quantize_report(report: dict[str, Any], output: str) -> None:
             note = f"left alone: {site['producer']}: {site['left_alone']}"
             console.print(note, style="dim", markup=False)
     _print_warnings(console, report["warnings"])
+    console.print(_SPEED_NOTE, style="dim", highlight=False)
     before, after = report["bytes"]["before"], report["bytes"]["after"]
     left = report["left_in_float"]
     console.print(
@@ -99,11 +104,9 @@ def _print_warnings(console: Console, warnings: Iterable[str]) -> None:
 
 
 def print_convert_report(report: dict[str, Any]) -> None:
-    """What was converted, and what the target program would not load."""
-    console = Console()
-    _print_warnings(console, report["warnings"])
+    """What was converted, and the bytes before and after."""
     before, after = report["bytes"]["before"], report["bytes"]["after"]
-    console.print(
+    Console().print(
         f"{escape(report['output'])}: {report['num_linears']} modules from {report['from']} to"
         f" {report['to']}, each read back and equal; weights {megabytes(before)} ->"
         f" {megabytes(after)}",

@@ -128,6 +128,25 @@ class LinearScheme:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingScheme:
+    """The embedding and the head, which in small models are most of the bytes: 8 bits per row."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    bits: int = 8
+    group_size: int = PER_CHANNEL
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.weights
+
+    @property
+    def weights(self) -> WeightScheme:
+        """The scheme of the rows."""
+        return WeightScheme(bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
     """Other weights for the Linears that `targets` name: module names or `re:` patterns."""
 

@@ -16,8 +16,9 @@ would widen the second term, so the relative error is capped by a constant for e
 The step of a float8 code is not s but grows with the weight: at most |w| / 8 (3 bits of mantissa),
 and 2^-9 s near zero.
 
-The bound holds for methods that round the source's weights. One that rescales, rotates or moves them
-first has no W to compare with: it lists those tensors in the provenance, and they are left out here.
+The bound holds for methods that round the source's weights. One that rescales, rotates or moves
+them first has no W to compare with: it lists those tensors in the provenance, and they are left out
+here.
 """
 
 import filecmp

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.errors import is_out_of_memory
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.source import resolve_model
@@ -63,6 +64,8 @@ def build_skeleton(checkpoint: Checkpoint) -> nn.Module:
                 config, attn_implementation="sdpa", dtype=torch.float32
             )
     except Exception as error:  # config classes raise validation errors of many kinds
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"{checkpoint.path / 'config.json'}: unusable ({error})") from error
     skeleton: nn.Module = model.eval().requires_grad_(False)
     return skeleton
@@ -125,6 +128,8 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"{path}: cannot load the tokenizer ({error})") from error
 
 

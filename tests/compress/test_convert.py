@@ -77,7 +77,7 @@ def test_a_round_through_the_formats_gives_the_same_bytes(source, tmp_path, sche
     for step, to in enumerate(path):
         report = _convert(folder, tmp_path / str(step), to)
         folder = tmp_path / str(step)
-        assert (report["to"], report["warnings"]) == (to, [])
+        assert report["to"] == to
         assert inspect_checkpoint(folder)["format"] == to
         assert failed_checks(verify_checkpoint(folder, source)) == {}
     assert _tensors(folder) == _tensors(first)
@@ -169,9 +169,11 @@ def test_scales_that_float16_cannot_hold_are_an_error_that_names_the_linear(tmp_
 def test_bf16_scales_convert_by_value_where_float16_holds_them(tmp_path):
     source = tiny_model("LlamaForCausalLM", tmp_path / "source", dtype=torch.bfloat16)
     packed_model(source, tmp_path / "packed", W4)
-    report = _convert(tmp_path / "packed", tmp_path / "out", "gptq", target="vllm")
+    with pytest.raises(ValueError, match=r"--target vllm: .*rounded to bfloat16"):
+        _convert(tmp_path / "packed", tmp_path / "out", "gptq", target="vllm")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "packed"}
+    _convert(tmp_path / "packed", tmp_path / "out", "gptq")
     assert failed_checks(verify_checkpoint(tmp_path / "out", source)) == {}
-    assert any("rounded to bfloat16" in warning for warning in report["warnings"])
 
 
 def test_float_and_damaged_checkpoints_are_refused(source, tmp_path):
@@ -225,14 +227,16 @@ def test_an_existing_output_is_replaced_with_force_only(source, tmp_path):
         _convert(packed, packed, "gptq", force=True)
 
 
-def test_the_command_converts_and_warns(source, tmp_path, capsys):
+def test_the_command_converts_or_refuses_for_the_target(source, tmp_path, capsys):
     packed = _packed(source, tmp_path / "packed", W4_ASYM)
     out, report = tmp_path / "out", tmp_path / "report.json"
     arguments = ["convert", str(packed), "--to", "gptq_v2", "-o", str(out)]
-    assert run([*arguments, "--target", "vllm", "--json", str(report)]) == 0
+    assert run([*arguments, "--target", "vllm"]) == 2
+    assert "symmetric GPTQ only" in capsys.readouterr().err
+    assert not out.exists()
+    assert run([*arguments, "--json", str(report)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "14 modules from compressed-tensors to gptq_v2" in printed
-    assert "warning: " in printed and "symmetric GPTQ only" in printed
     assert json.loads(report.read_text())["num_linears"] == 14
     assert run([*arguments, "--force", "--target", "tgi"]) == 2
     assert "unknown target 'tgi'" in capsys.readouterr().err

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("scheme.overrides=[{targets: ['re:.*down_proj'], weights: {bits: 8, group_size: -1}}]",),
     ),
     "kv-per-head": ("gptq-w4a16", ("scheme.kv_cache.strategy=head",)),
-    "embedding": ("rtn-w4a16", ("embedding.bits=8", "embedding.group_size=-1")),
+    "embedding": ("rtn-w4a16", ("embedding={}",)),
     **{f"w{bits}": ("gptq-w4a16", (f"scheme.weights.bits={bits}",)) for bits in (2, 5, 6, 7, 8)},
 }
 
