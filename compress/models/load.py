@@ -36,7 +36,7 @@ __all__ = [
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _STALE_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old exporters, computed from the config now
 _MAX_NAMES_SHOWN = 3
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of mallopt(3)
 _MAPPED_BYTES = 4 << 20
 _MAPPED_BYTES_UNDER_LIMIT = 256 << 10
 
@@ -178,12 +178,18 @@ def map_large_tensors() -> None:
 
     By default it moves sizes up to 32 MB to its heap once one has been freed, where they leave
     holes that add up block by block. Where the address space is limited (ulimit -v) holes count
-    even if their pages are returned: sizes from 256 KB on are mapped then, which takes some time.
+    even if their pages are returned: sizes from 256 KB on are mapped then, which takes some time,
+    and threads share one heap instead of reserving 64 MB each.
     """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    size = _MAPPED_BYTES if limit == resource.RLIM_INFINITY else _MAPPED_BYTES_UNDER_LIMIT
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_M_MMAP_THRESHOLD, size)
+    if limit == resource.RLIM_INFINITY:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    else:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES_UNDER_LIMIT)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:
