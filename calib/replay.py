@@ -93,6 +93,8 @@ class BlockReplay:
             ):
                 outputs = self._run(inputs[samples])
             largest = torch.maximum(largest, outputs.abs().amax().float())
+        if not torch.isfinite(largest):
+            raise ValueError("the block's outputs are not finite on calibration data")
         return largest
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compress.calib.capture import Activations, BlockCalls
+from compress.calib.capture import Activations, Arguments, BlockCalls
 from compress.models.family import ModelFamily, SmoothingSite
 from compress.scheme import LinearScheme
 
@@ -98,7 +98,7 @@ def block_output(scene: BlockScene, weights: Mapping[str, torch.Tensor]) -> torc
     `weights` (local tensor name -> fp32 tensor) stand in for those of the module.
     """
     size = min(scene.calls.by_batch_size)
-    args, kwargs = tree_map(_widened, scene.calls.by_batch_size[size][scene.index])
+    args, kwargs = widened(scene.calls.by_batch_size[size][scene.index])
     hidden = scene.inputs[:size].to(scene.device).float()
     own = {**dict(scene.module.named_parameters()), **dict(scene.module.named_buffers())}
     tensors = {name: _widened(tensor) for name, tensor in own.items()} | dict(weights)
@@ -199,6 +199,12 @@ def _pre_hook(inspect: Any, name: str) -> Any:
 def _inside(name: str, module: str) -> bool:
     """Whether `name` is `module` or lies inside it."""
     return f"{name}.".startswith(f"{module}.")
+
+
+def widened(arguments: Arguments) -> Arguments:
+    """The arguments of a call with every float tensor in fp32."""
+    wide: Arguments = tree_map(_widened, arguments)
+    return wide
 
 
 def _widened(value: Any) -> Any:

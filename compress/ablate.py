@@ -63,21 +63,33 @@ _VARIANTS = (
     Variant(
         name="minmax",
         recipe="rtn-w4a16",
-        overrides=("method.scale.kind=minmax", "method.scale.weighted=false"),
+        overrides=(
+            "method.scale.kind=minmax",
+            "method.scale.weighted=false",
+            "method.scale.signed=false",
+        ),
     ),
-    Variant(name="search", recipe="rtn-w4a16", overrides=("method.scale.weighted=false",)),
+    Variant(
+        name="mse",
+        recipe="rtn-w4a16",
+        overrides=("method.scale.weighted=false", "method.scale.signed=false"),
+    ),
+    Variant(name="signed", recipe="rtn-w4a16", overrides=("method.scale.weighted=false",)),
     Variant(name="weighted", recipe="rtn-w4a16"),
     Variant(name="gptq", recipe="gptq-w4a16", overrides=("method.order=none",)),
     Variant(name="act-order", recipe="gptq-w4a16"),
     Variant(name="awq", recipe="gptq-w4a16", overrides=("transforms=[{kind: awq}]",)),
-    # not in the ladder: each is act-order and one thing more
     Variant(name="rotation", recipe="gptq-w4a16", overrides=("transforms=[{kind: rotation}]",)),
+    # not in the ladder: each is act-order and one thing more
+    Variant(
+        name="smoothquant", recipe="gptq-w4a16", overrides=("transforms=[{kind: smoothquant}]",)
+    ),
     Variant(name="refined", recipe="gptq-w4a16", overrides=("method.refinement.rounds=2",)),
-    Variant(name="gptaq", recipe="gptq-w4a16", overrides=("method.asymmetry=1.0",)),
+    Variant(name="gptaq", recipe="gptq-w4a16", overrides=("method.asymmetry=0.5",)),
     Variant(name="true-sequential", recipe="gptq-w4a16", overrides=("true_sequential=true",)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
-LADDER = ("minmax", "search", "weighted", "gptq", "act-order", "awq")
+LADDER = ("minmax", "mse", "signed", "weighted", "gptq", "act-order", "awq", "rotation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

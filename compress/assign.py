@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from compress.artifacts import LeftInFloat
+from compress.calib.methods.rotation import RotatedCheckpoint
 from compress.export.formats import FORMATS
 from compress.lookup import lookup
 from compress.models.checkpoint import Checkpoint
@@ -46,7 +47,8 @@ def assign_schemes(
     """
     names = block_linears(checkpoint, family)
     others = _linears_outside(checkpoint, family, names)
-    ignored = _ignored(recipe.ignore, [*names, *(row.name for row in others)])
+    vocabulary = [family.embedding] if recipe.embedding is not None else []
+    ignored = _ignored(recipe.ignore, [*names, *(row.name for row in others), *vocabulary])
     candidates = [name for name in names if name not in ignored]
     if not candidates:
         raise ValueError("the recipe ignores every Linear: nothing would be quantized")
@@ -82,6 +84,13 @@ def _vocabulary_schemes(
     }
 
 
+def is_untied(checkpoint: Checkpoint) -> bool:
+    """Whether a rotation gives `checkpoint` a head of its own, which its source has not."""
+    return isinstance(checkpoint, RotatedCheckpoint) and (
+        checkpoint.tensors.keys() > checkpoint.source.tensors.keys()
+    )
+
+
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     """(out, in) of the Linear `name`; ValueError if its weight is no matrix."""
     shape = checkpoint.tensors[f"{name}.weight"].shape
@@ -100,7 +109,11 @@ def _linears_outside(
         name = tensor.removesuffix(".weight")
         if len(info.shape) != 2 or name in known or name == tensor:
             continue
-        reason = "output head" if name == family.head else "not in the family's list of Linears"
+        reason = "not in the family's list of Linears"
+        if name == family.head:
+            reason = (
+                "output head, untied by the rotation" if is_untied(checkpoint) else "output head"
+            )
         rows.append(LeftInFloat(name=name, reason=reason))
     if f"{family.head}.weight" not in checkpoint.tensors:
         rows.append(LeftInFloat(name=family.head, reason="output head, tied to the embedding"))

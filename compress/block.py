@@ -98,7 +98,7 @@ def _round(work: _Work, index: int) -> None:
     inputs = run.activations(index)
     chain = _float_chain(work, index)
     statistics = _collect(work, shared_inputs, inputs, chain)
-    if recipe.transforms:
+    if recipe.block_transforms:
         with run.ranks.together():
             _transform(work, run.activations(index, whole=True), statistics)
         chain = None if chain is None else replace(chain, weights=_compute_weights(work))

@@ -23,6 +23,7 @@ from compress.artifacts import QuantizedLinear
 from compress.calib.capture import BlockCalls, record_block_calls
 from compress.calib.methods.rtn import RTN, round_rtn
 from compress.calib.replay import BlockReplay
+from compress.export.formats import Format
 from compress.knapsack import Option, choose_options
 from compress.models.checkpoint import Checkpoint
 from compress.models.family import ModelFamily, SharedInput
@@ -45,6 +46,19 @@ class Sensitivity:
         """Plain values for reports."""
         names = [linear.name for linear in self.linears]
         return {"linears": names, "errors": dict(self.errors), "bits": dict(self.costs)}
+
+
+def check_choices(budget: Budget, plan: Plan, format: Format) -> None:
+    """Raise ValueError for a bit width that no Linear can have, or that the format cannot hold."""
+    for bits in budget.choices:
+        for linear in plan.linears:
+            try:
+                weights = replace(linear.scheme.weights, bits=bits)
+            except ValueError as error:
+                raise ValueError(f"budget.choices: {error}") from None
+            scheme = replace(linear.scheme, weights=weights)
+            if reason := format.refusal(scheme, linear.shape):
+                raise ValueError(f"budget.choices: {bits} bits in {linear.name}: {reason}")
 
 
 def choose_bits(sensitivities: Sequence[Sensitivity], budget: Budget) -> dict[str, WeightScheme]:

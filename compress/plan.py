@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compress.artifacts import LeftInFloat
-from compress.assign import assign_schemes, linear_shape
+from compress.assign import assign_schemes, is_untied, linear_shape
 from compress.calib.methods import ROUNDERS
 from compress.devices import DTYPES
 from compress.export.formats import FORMATS
@@ -115,7 +115,7 @@ def make_plan(
         bytes_before=checkpoint.num_bytes,
         bytes_after=_bytes_after(checkpoint, planned, float_dtype),
         peak_memory_bytes=_peak_memory(checkpoint, family, calibration_tokens),
-        warnings=tuple(_warnings(planned, recipe, calibration_tokens)),
+        warnings=tuple(_warnings(checkpoint, family, planned, recipe, calibration_tokens)),
     )
 
 
@@ -145,8 +145,15 @@ def check_target(checkpoint: Checkpoint, recipe: Recipe, plan: Plan, target: str
 
 
 def _warnings(
-    planned: tuple[PlannedLinear, ...], recipe: Recipe, calibration_tokens: int
+    checkpoint: Checkpoint,
+    family: ModelFamily,
+    planned: tuple[PlannedLinear, ...],
+    recipe: Recipe,
+    calibration_tokens: int,
 ) -> Iterator[str]:
+    if is_untied(checkpoint):
+        head = checkpoint.tensors[f"{family.head}.weight"].nbytes
+        yield f"the rotation unties the head from the embedding: {head / 1e6:.0f} MB more to store"
     widest = max(planned, key=lambda linear: linear.shape[1])
     if ROUNDERS[recipe.method.kind].needs_second_moment and calibration_tokens < widest.shape[1]:
         yield (

@@ -18,18 +18,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from compress import __version__
 from compress.block import quantize_block
-from compress.budget import Sensitivity, choose_bits, measure_sensitivity
+from compress.budget import Sensitivity, check_choices, choose_bits, measure_sensitivity
 from compress.calib.capture import BlockCalls, record_block_calls
 from compress.calib.data import CalibrationData, load_calibration
-from compress.calib.methods.rotation import rotate_checkpoint
+from compress.calib.methods.rotation import RotatedCheckpoint, rotate_checkpoint
+from compress.calib.rotation_check import check_rotation
 from compress.devices import fast_dtype, pick_device
 from compress.distributed import Ranks, join_ranks, rank_device
+from compress.export.formats import FORMATS
 from compress.export.writer import PROVENANCE_FILE, check_free, check_keeps, publish, staging_dir
 from compress.finish import finish
 from compress.models.checkpoint import Checkpoint, open_checkpoint, read_json
@@ -42,7 +45,7 @@ from compress.models.load import (
     materialize,
     resolve_model,
 )
-from compress.plan import Plan, check_target, make_plan
+from compress.plan import Plan, check_target, make_plan, planned_config
 from compress.progress import progress
 from compress.resume import RunState, fingerprint_of, open_run, remove_run, sweep
 from compress.run import QuantizeJob, Run, batch_size_of
@@ -71,8 +74,11 @@ def plan_job(job: QuantizeJob) -> Planned:
     checkpoint = rotate_checkpoint(source, family, rotation) if rotation else source
     plan = make_plan(checkpoint, family, job.recipe, calibration_tokens=tokens)
     planned = Planned(checkpoint=checkpoint, family=family, plan=plan)
+    planned_config(checkpoint, job.recipe, plan)  # raises what the format's config cannot say
     if job.recipe.budget is not None:
+        check_choices(job.recipe.budget, plan, FORMATS[job.recipe.format])
         planned = _spend_budget(job, planned, tokens)
+        planned_config(checkpoint, job.recipe, planned.plan)
     if job.target is not None:
         check_target(planned.checkpoint, job.recipe, planned.plan, job.target)
     return planned
@@ -134,6 +140,9 @@ def _quantize(job: QuantizeJob, ranks: Ranks) -> dict[str, Any]:
     with _opened_run(job, prepared.fingerprint, ranks) as state:
         with ranks.together():
             run = _make_run(job, prepared, state, ranks)
+            if isinstance(run.checkpoint, RotatedCheckpoint) and state.next_block is None:
+                tokens = run.data.tokens
+                check_rotation(run.checkpoint, run.family, run.model, tokens, run.device)
         _quantize_blocks(run, started)
         return ranks.first(lambda: _finish(run, prepared.planned.sensitivities, started))
 
@@ -192,6 +201,7 @@ def _fingerprint(job: QuantizeJob, planned: Planned, data: CalibrationData, rank
         {
             "version": __version__,
             "torch": torch.__version__,
+            "transformers": version("transformers"),
             "recipe": job.recipe.to_dict(),
             "schemes": {linear.name: asdict(linear.scheme) for linear in planned.plan.linears},
             "model": planned.checkpoint.fingerprint,

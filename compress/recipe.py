@@ -55,7 +55,7 @@ class Budget:
 class Recipe:
     """What to quantize to, and how.
 
-    transforms       applied to the float weights before rounding, in this order
+    transforms       applied to the float weights before rounding, in this order, rotation first
     budget           chooses the bits of each Linear, instead of `scheme.weights.bits` for all
     embedding        scheme of the embedding and the head, None to leave them in float
     true_sequential  Linears of a block see inputs from the quantized ones before them
@@ -81,8 +81,23 @@ class Recipe:
         weights = (self.scheme.weights, *(o.weights for o in self.scheme.overrides))
         if isinstance(self.method, GPTQ) and any(w.type == "float" for w in weights):
             raise ValueError("method gptq rounds to integers; float weights need method rtn")
-        if sum(isinstance(transform, Rotation) for transform in self.transforms) > 1:
-            raise ValueError("transforms: a model is rotated once")
+        if any(isinstance(transform, Rotation) for transform in self.transforms[1:]):
+            raise ValueError(
+                "transforms: a rotation comes first and once, it turns the whole model"
+            )
+        if self.budget is not None:
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        if self.scheme.overrides:
+            raise ValueError(
+                "budget chooses the bits of every Linear, so leave out scheme.overrides"
+            )
+        if self.scheme.weights.type == "float" or self.scheme.activations is not None:
+            raise ValueError(
+                "budget needs integer weights with activations in float: otherwise every width is"
+                " stored in whole bytes"
+            )
 
     @property
     def rotation(self) -> Rotation | None:

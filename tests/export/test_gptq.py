@@ -239,7 +239,6 @@ def test_config_is_the_portable_one(format_name):
     assert config == {
         "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False,
         "lm_head": False, "checkpoint_format": format_name, "pack_dtype": "int32",
-        "true_sequential": True, "static_groups": False, "damp_percent": 0.01,
     }  # fmt: skip
 
 
