@@ -73,10 +73,10 @@ class BlockReplay:
     ) -> torch.Tensor:
         """Add to `statistics` what the Linears read when the block runs on `inputs` (N, L, H).
 
-        Returns the largest magnitude that the block puts out, () fp32. With `chain` the block also
-        runs on the chain's inputs with its weights: its outputs are stored and what the Linears
-        read there is the float side of the cross moments. Raises ValueError naming the Linear if an
-        input of it is not finite.
+        Returns the largest magnitude that these Linears read or the block puts out, () fp32. With
+        `chain` the block also runs on the chain's inputs with its weights: its outputs are stored
+        and what the Linears read there is the float side of the cross moments. Raises ValueError if
+        an input of a Linear, which is named, or an output of the block is not finite.
         """
         ahead: dict[SharedInput, torch.Tensor] = {}
         largest = torch.zeros((), device=self.device)
@@ -88,11 +88,15 @@ class BlockReplay:
                 ):
                     outputs = self._run(chain.inputs[samples])
                 chain.outputs[samples] = outputs
-            with self._watching(
-                statistics, lambda shared, x: statistics[shared].add(x, ahead.get(shared))
-            ):
-                outputs = self._run(inputs[samples])
-            largest = torch.maximum(largest, outputs.abs().amax().float())
+            seen = [largest]
+
+            def see(shared: SharedInput, x: torch.Tensor, seen: Any = seen) -> None:
+                statistics[shared].add(x, ahead.get(shared))
+                seen.append(x.abs().amax().float())
+
+            with self._watching(statistics, see):
+                seen.append(self._run(inputs[samples]).abs().amax().float())
+            largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise ValueError("the block's outputs are not finite on calibration data")
         return largest

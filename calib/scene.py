@@ -39,7 +39,6 @@ class BlockScene:
     index: int
     calls: BlockCalls
     inputs: Activations
-    batch_size: int
     device: torch.device
     family: ModelFamily
     schemes: Mapping[str, LinearScheme]

@@ -149,7 +149,7 @@ def _collect(
         magnitudes=needs.magnitudes,
         cross=needs.float_chain,
     )
-    with ranks.together():
+    with ranks.together(), _quantized_inputs(work):  # of those rounded in earlier stages
         largest = work.replay.collect(inputs, statistics, chain)
     ranks.maximum(largest)
     work.result.largest_output = max(work.result.largest_output, float(largest))
@@ -170,7 +170,6 @@ def _transform(work: _Work, inputs: Activations, statistics: Statistics) -> None
         index=replay.index,
         calls=replay.calls,
         inputs=inputs,
-        batch_size=replay.batch_size,
         device=replay.device,
         family=run.family,
         schemes={n: work.scheme(n) for n in locals_ if work.prefix + n in run.schemes},

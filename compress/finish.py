@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from compress import __version__
-from compress.artifacts import QuantizedLinear
+from compress.artifacts import LayerReport, QuantizedLinear
 from compress.budget import Sensitivity
-from compress.calib.methods.scales import ScaleSearch, find_scales
+from compress.calib.methods.rtn import round_to_nearest
+from compress.calib.methods.scales import ScaleSearch
 from compress.devices import peak_rss_bytes
 from compress.errors import CheckFailed
 from compress.export.formats import FORMATS, pack_linear, write_config
@@ -22,7 +23,7 @@ from compress.export.writer import copy_side_files, merge_shards, write_safetens
 from compress.models.checkpoint import open_checkpoint
 from compress.plan import planned_config
 from compress.run import Run
-from compress.scheme import WeightScheme, round_to_codes
+from compress.scheme import WeightScheme, dequantize
 
 _FLOAT16_MARGIN = 0.25  # other text than that of calibration reaches further
 
@@ -33,36 +34,48 @@ def finish(run: Run, sensitivities: Sequence[Sensitivity] | None, started: float
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     parts = [run.state.part_file(index) for index in range(len(run.blocks))]
-    merge_shards([_write_rest(run), *parts], folder)
+    rest, rows = _write_rest(run)
+    merge_shards([rest, *parts], folder)
     copy_side_files(run.checkpoint.path, folder)
     write_config(folder, planned_config(run.checkpoint, run.job.recipe, run.plan))
-    report = _report(run, folder, run.seconds_before + time.monotonic() - started)
+    rows = [*run.state.rows, *rows]
+    report = _report(run, rows, folder, run.seconds_before + time.monotonic() - started)
     report["sensitivities"] = [row.to_dict() for row in sensitivities or ()]
     write_provenance(folder, _provenance(run, report))
-    _check_finished(run, folder)
+    _check_finished(run, rows, folder)
     return report
 
 
-def _write_rest(run: Run) -> Path:
-    """The part file of every tensor outside the blocks."""
+def _write_rest(run: Run) -> tuple[Path, list[LayerReport]]:
+    """The part file of every tensor outside the blocks, and a row for each that is packed."""
     file = run.state.folder / "part-rest.safetensors"
     chosen = FORMATS[run.job.recipe.format]
     inside = tuple(f"{run.family.blocks}.{index}." for index in range(len(run.blocks)))
     tensors: dict[str, torch.Tensor] = {}
     linears: dict[str, QuantizedLinear] = {}
+    rows = []
     for name in run.checkpoint.tensors:
         if name.startswith(inside):
             continue
         tensor, module = run.checkpoint.read(name), name.removesuffix(".weight")
         if module in run.schemes:
-            scheme = run.schemes[module]
+            scheme, started = run.schemes[module], time.monotonic()
             linears[module] = _round_rows(tensor, scheme.weights, run.plan.scale_dtype)
+            error = torch.linalg.norm(tensor.float() - dequantize(linears[module]))
+            rows.append(
+                LayerReport(
+                    name=module,
+                    scheme=scheme.label,
+                    relative_error=float(error / torch.linalg.norm(tensor.float())),
+                    seconds=time.monotonic() - started,
+                )
+            )
             tensors |= pack_linear(module, linears[module], scheme, chosen)
         else:
             tensors[name] = run.stored(tensor)
     write_safetensors(file, tensors)
     check_part(file, linears, run.schemes, chosen)
-    return file
+    return file, rows
 
 
 def _round_rows(
@@ -73,12 +86,10 @@ def _round_rows(
     if not torch.isfinite(weight).all():
         raise ValueError("the embedding or head holds values that are not finite")
     even = torch.ones(weight.shape[1])
-    scale, zero = find_scales(weight, even, scheme, ScaleSearch(), scale_dtype)
-    codes = round_to_codes(weight, scale, zero, scheme.bits)
-    return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits)
+    return round_to_nearest(weight, even, scheme, ScaleSearch(), scale_dtype)
 
 
-def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
+def _report(run: Run, rows: Sequence[LayerReport], folder: Path, seconds: float) -> dict[str, Any]:
     """The report of a run, as it is printed, written to JSON and kept in the checkpoint."""
     after = open_checkpoint(folder)
     return {
@@ -90,7 +101,7 @@ def _report(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         "planned_peak_rss_bytes": run.plan.peak_memory_bytes,
         "bytes": {"before": run.checkpoint.num_bytes, "after": after.num_bytes},
         "bits_per_weight": stored_bits(after).quantized,
-        "layers": [asdict(row) for row in run.state.rows],
+        "layers": [asdict(row) for row in rows],
         "sites": [asdict(site) for site in run.state.sites],
         "largest_outputs": run.state.largest_outputs,
         "warnings": [*run.plan.warnings, *_overflow_warnings(run)],
@@ -142,10 +153,10 @@ def _transformed(run: Run) -> list[str]:
     return sorted({*run.state.transformed, *moved})
 
 
-def _check_finished(run: Run, folder: Path) -> None:
+def _check_finished(run: Run, rows: Sequence[LayerReport], folder: Path) -> None:
     """Raise CheckFailed if a Linear was forgotten or the folder is not sound."""
-    planned = {linear.name for linear in run.plan.inside(run.family.blocks)}
-    done = {row.name for row in run.state.rows}
+    planned = {linear.name for linear in run.plan.linears}
+    done = {row.name for row in rows}
     if planned != done:
         raise CheckFailed(f"not as planned: {', '.join(sorted(planned ^ done))}")
     failures = verify_checkpoint(folder).failures

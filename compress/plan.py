@@ -69,10 +69,6 @@ class Plan:
     peak_memory_bytes: int
     warnings: tuple[str, ...] = ()
 
-    def inside(self, blocks: str) -> list[PlannedLinear]:
-        """The Linears of the list of blocks named `blocks`: all but an embedding or a head."""
-        return [linear for linear in self.linears if linear.name.startswith(f"{blocks}.")]
-
     @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight of the quantized Linears, scales and zero points included."""

@@ -154,6 +154,9 @@ def _prepare(job: QuantizeJob, ranks: Ranks) -> _Prepared:
     if not may_be_done:
         check_free(job.output, force=job.force)
     planned = plan_job(job)
+    if not job.quiet:
+        for warning in planned.plan.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
     check_keeps(planned.checkpoint.path, job.output)
     data = planned.data or _load_data(job, planned.checkpoint)
     ranks.share(len(data.tokens), batch_size_of(data))  # refuses too few samples

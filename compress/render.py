@@ -1,5 +1,6 @@
 """Tables for the terminal. Everything here only reads plain values and prints them to stdout."""
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,10 @@ def print_quantize_report(report: dict[str, Any], output: str) -> None:
         if site["left_alone"]:
             note = f"left alone: {site['producer']}: {site['left_alone']}"
             console.print(note, style="dim", markup=False)
+    for reason, names in _by_reason(report["left_in_float"]).items():
+        console.print(f"in float: {', '.join(names)}: {reason}", style="dim", markup=False)
     _print_warnings(console, report["warnings"])
+    console.print(f"calibrated on {report['calibration']['description']}", markup=False)
     console.print(_SPEED_NOTE, style="dim", highlight=False)
     before, after = report["bytes"]["before"], report["bytes"]["after"]
     left = report["left_in_float"]
@@ -96,6 +100,16 @@ def print_draft_report(report: dict[str, Any], output: str) -> None:
         f" {report['seconds']:.0f} s, peak memory {megabytes(report['peak_rss_bytes'])}",
         highlight=False,
     )
+
+
+def _by_reason(left_in_float: Iterable[dict[str, str]]) -> dict[str, list[str]]:
+    """Reason -> names of the Linears, block numbers replaced by `*`."""
+    names: dict[str, list[str]] = {}
+    for row in left_in_float:
+        known = names.setdefault(row["reason"], [])
+        if (name := re.sub(r"\.\d+\.", ".*.", row["name"])) not in known:
+            known.append(name)
+    return names
 
 
 def _print_warnings(console: Console, warnings: Iterable[str]) -> None:

@@ -11,12 +11,11 @@ from compress.artifacts import QuantizedLinear
 from compress.export.formats import Format, format_of, read_kv_cache, read_scheme
 from compress.export.kv_scales import ATTENTION, kv_scale_layout
 from compress.export.tensors import Dtypes
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
 from compress.models.family import family_of
 from compress.models.load import build_skeleton
 from compress.scheme import LinearScheme
 
-_COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # stored by old exporters, computed from the config now
 _MAX_SHOWN = 3
 
 
@@ -93,7 +92,7 @@ def subject_of(checkpoint: Checkpoint) -> Subject:
         except ValueError as error:
             raise ValueError(f"{checkpoint.path}: {name}: {error}") from None
         expected |= {f"{name}.{local}": shape for local, shape in layout.items()}
-    optional = {name for name in checkpoint.tensors if name.endswith(_COMPUTED_SUFFIX)}
+    optional = {name for name in checkpoint.tensors if name.endswith(COMPUTED_SUFFIXES)}
     config: Any = model.config
     if config.tie_word_embeddings:
         optional.add(f"{family.head}.weight")

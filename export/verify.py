@@ -26,11 +26,15 @@ from compress.export.inspect import packed_names, read_provenance, stored_bits
 from compress.export.packed_checks import check_packed
 from compress.export.patterns import is_embedding, matches
 from compress.export.writer import INDEX_FILE
-from compress.models.checkpoint import Checkpoint, open_checkpoint, read_header, read_json
+from compress.models.checkpoint import (
+    TOKENIZER_FILES,
+    Checkpoint,
+    open_checkpoint,
+    read_header,
+    read_json,
+)
 from compress.models.family import family_of
 from compress.scheme import LinearScheme
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

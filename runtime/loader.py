@@ -19,7 +19,7 @@ from compress.export.formats import (
 )
 from compress.export.kv_scales import ATTENTION, read_kv_scales
 from compress.kernels.ops import Ops
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
 from compress.runtime.attention.base import KVScales
 from compress.runtime.config import DecoderConfig, decoder_config
 from compress.runtime.embedding import make_embedding
@@ -29,7 +29,6 @@ from compress.scheme import ActivationScheme, LinearScheme
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KV_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a derived buffer that old checkpoints stored
 
 
 def load_decoder(
@@ -83,7 +82,7 @@ class _Reader:
         self._config = config
         self._dtype, self._device, self._ops = dtype, device, ops
         self._scheme_for: SchemeResolver = read_scheme(checkpoint.config)
-        self._unread = {name for name in checkpoint.tensors if not name.endswith(_IGNORED_SUFFIXES)}
+        self._unread = {name for name in checkpoint.tensors if not name.endswith(COMPUTED_SUFFIXES)}
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A float tensor of `shape` on the device, in the dtype of activations."""

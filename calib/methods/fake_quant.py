@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from compress.artifacts import QuantizedLinear
-from compress.calib.methods.fp8 import round_fp8
-from compress.calib.methods.scales import ScaleSearch, find_scales
-from compress.scheme import WeightScheme, dequantize, round_to_codes
+from compress.calib.methods.rtn import round_to_nearest
+from compress.calib.methods.scales import ScaleSearch
+from compress.scheme import WeightScheme, dequantize
 
 _CHEAP_STEPS = 2
 
@@ -31,8 +30,4 @@ def round_weight(
     scale_dtype: torch.dtype,
 ) -> torch.Tensor:
     """`weight` (O, I) fp32 as it is after rounding to nearest, fp32."""
-    if scheme.type == "float":
-        return dequantize(round_fp8(weight, scheme, scale_dtype))
-    scale, zero = find_scales(weight, importance, scheme, search, scale_dtype)
-    codes = round_to_codes(weight, scale, zero, scheme.bits)
-    return dequantize(QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits))
+    return dequantize(round_to_nearest(weight, importance, scheme, search, scale_dtype))

@@ -10,7 +10,8 @@ order        activation: columns by falling H_jj, those that matter most first, 
 groups       static: all scales from the original weights. refound: those of a group when its first
              column is reached, from weights that carry the corrections so far.
 asymmetry    a > 0 aims at the outputs of the float model instead of those of the float layer on
-             quantized inputs (GPTAQ, Li et al., arXiv 2504.02692). With X~ the inputs in the float
+             quantized inputs: the aim of GPTAQ (Li et al., arXiv 2504.02692), which corrects inside
+             the column loop, solved once in closed form instead. With X~ the inputs in the float
              model, the weights that are rounded are the (partial) least-squares answer to
              X W'^T ~ X~ W^T:     W' = W + a W ((X~ - X)^T X) (H + damping)^-1
 refinement   scales and codes are improved in turns after the solve, see refine.py.

@@ -21,7 +21,7 @@ import torch
 from pydantic import ConfigDict
 
 from compress.artifacts import QuantizedLinear
-from compress.scheme import code_range, dequantize
+from compress.scheme import code_range
 
 _RIDGE = 1e-3
 _BLOCK = 64  # columns between two updates of the other columns' gradients
@@ -133,9 +133,3 @@ def _offsets(linear: QuantizedLinear) -> torch.Tensor:
     """Codes minus zero points, (O, G, W) fp32."""
     codes = linear.codes.float().view(*linear.scale.shape, linear.group_size)
     return codes if linear.zero_point is None else codes - linear.zero_point.float()[..., None]
-
-
-def layer_loss(linear: QuantizedLinear, weight: torch.Tensor, hessian: torch.Tensor) -> float:
-    """tr(D H D^T), D = `weight` (O, I) minus what `linear` stands for."""
-    difference = weight - dequantize(linear)
-    return float(((difference @ hessian) * difference).sum())

@@ -30,10 +30,8 @@ import torch
 from pydantic import ConfigDict
 
 from compress.calib.methods.hadamard import OrthogonalMatrix, random_orthogonal
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
 from compress.models.family import ModelFamily
-
-_COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +202,7 @@ def _refuse_unknown(checkpoint: Checkpoint, family: ModelFamily) -> None:
     for name in checkpoint.tensors:
         index, _, local = name.removeprefix(f"{family.blocks}.").partition(".")
         inside = name.startswith(f"{family.blocks}.") and index.isdecimal()
-        if not (name in outside or (inside and local in known) or name.endswith(_COMPUTED_SUFFIX)):
+        if not (name in outside or (inside and local in known) or name.endswith(COMPUTED_SUFFIXES)):
             unknown.append(name)
     if unknown:
         raise ValueError(

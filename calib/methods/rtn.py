@@ -31,8 +31,20 @@ def round_rtn(
     scale_dtype: torch.dtype,
 ) -> tuple[QuantizedLinear, str | None]:
     """Codes of `weight` (O, I) fp32, and None: there is nothing to fall back to."""
+    linear = round_to_nearest(weight, statistics.mean_square, scheme, method.scale, scale_dtype)
+    return linear, None
+
+
+def round_to_nearest(
+    weight: torch.Tensor,
+    importance: torch.Tensor,
+    scheme: WeightScheme,
+    search: ScaleSearch,
+    scale_dtype: torch.dtype,
+) -> QuantizedLinear:
+    """`weight` (O, I) fp32 by the scales of `search`, for columns of `importance` (I,) fp32."""
     if scheme.type == "float":
-        return round_fp8(weight, scheme, scale_dtype), None
-    scale, zero = find_scales(weight, statistics.mean_square, scheme, method.scale, scale_dtype)
+        return round_fp8(weight, scheme, scale_dtype)
+    scale, zero = find_scales(weight, importance, scheme, search, scale_dtype)
     codes = round_to_codes(weight, scale, zero, scheme.bits)
-    return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits), None
+    return QuantizedLinear(codes=codes, scale=scale, zero_point=zero, bits=scheme.bits)

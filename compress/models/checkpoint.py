@@ -28,6 +28,9 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Computed from the config when a model is built; old exporters stored them as well.
+COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 

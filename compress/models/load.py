@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from compress.errors import is_out_of_memory
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import COMPUTED_SUFFIXES, TOKENIZER_FILES, Checkpoint
 from compress.models.family import family_of
 from compress.models.source import resolve_model
 
@@ -33,8 +33,6 @@ __all__ = [
     "resolve_model",
 ]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_STALE_SUFFIXES = ("rotary_emb.inv_freq",)  # stored by old exporters, computed from the config now
 _MAX_NAMES_SHOWN = 3
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of mallopt(3)
 _MAPPED_BYTES = 4 << 20
@@ -121,8 +119,8 @@ def load_tokenizer(path: Path) -> Any:
 
     Raises FileNotFoundError if there is none, ValueError if it cannot be read.
     """
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise FileNotFoundError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise FileNotFoundError(f"{path}: no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     from transformers import AutoTokenizer
 
     try:
@@ -160,7 +158,7 @@ def _check_slots(
     unexpected = [
         name
         for name in stored
-        if name.startswith(prefix) and name not in known and not name.endswith(_STALE_SUFFIXES)
+        if name.startswith(prefix) and name not in known and not name.endswith(COMPUTED_SUFFIXES)
     ]
     if unexpected:
         raise ValueError(

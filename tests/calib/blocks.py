@@ -56,7 +56,7 @@ def make_scene(
 def scene_of(
     block: nn.Module, calls: BlockCalls, inputs: torch.Tensor, **fields: Any
 ) -> BlockScene:
-    values = {"index": 1, "batch_size": 4, "device": CPU}
+    values = {"index": 1, "device": CPU}
     return BlockScene(module=block, calls=calls, inputs=inputs, **(values | fields))
 
 

@@ -2,9 +2,14 @@ import pytest
 import torch
 
 from compress.artifacts import QuantizedLinear
-from compress.calib.methods.refine import Refinement, descend, layer_loss, refine, refit_scales
+from compress.calib.methods.refine import Refinement, descend, refine, refit_scales
 from compress.calib.methods.scales import ScaleSearch, find_scales
-from compress.scheme import WeightScheme, code_range, round_to_codes
+from compress.scheme import WeightScheme, code_range, dequantize, round_to_codes
+
+
+def layer_loss(linear: QuantizedLinear, weight: torch.Tensor, hessian: torch.Tensor) -> float:
+    difference = weight - dequantize(linear)
+    return float(((difference @ hessian) * difference).sum())
 
 
 def problem(
