@@ -64,23 +64,23 @@ _VARIANTS = (
         name="minmax",
         recipe="rtn-w4a16",
         overrides=(
-            "method.scale.kind=minmax",
+            "method.scale.steps=1",
             "method.scale.weighted=false",
             "method.scale.signed=false",
         ),
     ),
     Variant(
-        name="mse",
+        name="signed",
         recipe="rtn-w4a16",
-        overrides=("method.scale.weighted=false", "method.scale.signed=false"),
+        overrides=("method.scale.steps=1", "method.scale.weighted=false"),
     ),
-    Variant(name="signed", recipe="rtn-w4a16", overrides=("method.scale.weighted=false",)),
     Variant(name="weighted", recipe="rtn-w4a16"),
     Variant(name="gptq", recipe="gptq-w4a16", overrides=("method.order=none",)),
     Variant(name="act-order", recipe="gptq-w4a16"),
     Variant(name="awq", recipe="gptq-w4a16", overrides=("transforms=[{kind: awq}]",)),
     Variant(name="rotation", recipe="gptq-w4a16", overrides=("transforms=[{kind: rotation}]",)),
-    # not in the ladder: each is act-order and one thing more
+    # not in the ladder: a search that weighs all columns alike; act-order and one thing more
+    Variant(name="unweighted", recipe="rtn-w4a16", overrides=("method.scale.weighted=false",)),
     Variant(
         name="smoothquant", recipe="gptq-w4a16", overrides=("transforms=[{kind: smoothquant}]",)
     ),
@@ -89,7 +89,7 @@ _VARIANTS = (
     Variant(name="true-sequential", recipe="gptq-w4a16", overrides=("true_sequential=true",)),
 )
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _VARIANTS}
-LADDER = ("minmax", "mse", "signed", "weighted", "gptq", "act-order", "awq", "rotation")
+LADDER = ("minmax", "signed", "weighted", "gptq", "act-order", "awq", "rotation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
