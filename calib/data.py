@@ -53,6 +53,7 @@ EVALUATION_TOPICS = frozenset(
     ]
 )
 _PARAGRAPH_BREAK = re.compile(r"\n[ \t]*\n")
+_MAX_SEED = 2**63 - 1
 _MIN_PROSE_CHARS = 80  # shorter paragraphs (headings, one-line examples) recur by nature
 
 
@@ -71,8 +72,8 @@ class CalibrationSpec:
         for name in ("num_samples", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"calibration {name} must be positive, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"calibration seed must not be negative, got {self.seed}")
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise ValueError(f"calibration seed must be between 0 and 2^63 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +197,8 @@ def _one_record_ids(record: Any, tokenizer: Any) -> list[int]:
         raise ValueError(f"expected a string `text` or a list `messages`, found {found}")
     if not text.strip():
         return []
+    if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("the text holds half of a surrogate pair")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return _encode(text, tokenizer) + end
 
@@ -229,6 +232,8 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, Any]]:
             yield place, json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{place}: not valid JSON ({error.msg})") from None
+        except RecursionError:
+            raise ValueError(f"{place}: nested too deeply") from None
 
 
 def _hub_records(spec: CalibrationSpec) -> Iterator[tuple[str, Any]]:
@@ -239,6 +244,8 @@ def _hub_records(spec: CalibrationSpec) -> Iterator[tuple[str, Any]]:
     import datasets
 
     name, _, config = spec.source.removeprefix(HUB_PREFIX).partition(":")
+    if not name:
+        raise ValueError(f"{spec.source}: expected {HUB_PREFIX}NAME, the name of a data set")
     records = datasets.load_dataset(name, config or None, split="train", streaming=True)
     if spec.seed:
         records = records.shuffle(seed=spec.seed)

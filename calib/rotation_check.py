@@ -18,7 +18,7 @@ from torch.func import functional_call
 from compress.calib.capture import BlockCalls, record_block_calls
 from compress.calib.methods.rotation import RotatedCheckpoint
 from compress.calib.scene import check_unchanged, first_output, widened
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
 from compress.models.family import ModelFamily
 from compress.models.load import dematerialize, materialize
 
@@ -81,9 +81,11 @@ def _turn(rotated: RotatedCheckpoint, x: torch.Tensor) -> torch.Tensor:
 def _read(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
     """Every float tensor under `prefix` in fp32, by local name."""
     return {
-        name.removeprefix(prefix): checkpoint.read(name).to(device).float()
+        name.removeprefix(prefix): checkpoint.read_float(name).to(device)
         for name, info in checkpoint.tensors.items()
-        if name.startswith(prefix) and info.dtype.is_floating_point
+        if name.startswith(prefix)
+        and info.dtype.is_floating_point
+        and not name.endswith(COMPUTED_SUFFIXES)
     }
 
 
@@ -111,7 +113,7 @@ def _check_head(
         name = f"{family.head}.weight"
         if name not in checkpoint.tensors:
             name = f"{family.embedding}.weight"
-        head = checkpoint.read(name).to(device).float()
+        head = checkpoint.read_float(name).to(device)
         outputs.append(functional_call(norm, weights, (hidden,)) @ head.T)
     before, after = outputs
     check_unchanged(before, after, "the head: the rotation")

@@ -23,7 +23,12 @@ _SMALLER_GROUPS = (128, 64, 32, 16)
 
 def block_linears(checkpoint: Checkpoint, family: ModelFamily) -> list[str]:
     """Full names of the Linears of all blocks, in the order in which they are computed."""
-    num_blocks = int(checkpoint.config["num_hidden_layers"])
+    num_blocks = checkpoint.config.get("num_hidden_layers")
+    if not isinstance(num_blocks, int) or num_blocks < 1:
+        raise ValueError(
+            f"{checkpoint.path / 'config.json'}: num_hidden_layers must be a positive number,"
+            f" got {num_blocks!r}"
+        )
     names = [
         f"{family.blocks}.{block}.{linear}"
         for block in range(num_blocks)
@@ -171,7 +176,7 @@ def _check_groups(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme]) -
     advice = f"group_size {fitting[0]} divides all" if fitting else "use group_size -1"
     names = ", ".join(f"{name} ({inputs[name]} inputs)" for name in bad)
     raise ValueError(
-        f"scheme.weights.group_size {schemes[bad[0]].weights.group_size} does not divide the inputs"
+        f"group_size {schemes[bad[0]].weights.group_size} does not divide the inputs"
         f" of {len(bad)} Linears ({advice}): {names}"
     )
 

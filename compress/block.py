@@ -84,7 +84,7 @@ def _read_weights(run: Run, prefix: str) -> dict[str, torch.Tensor]:
     for name, info in run.checkpoint.tensors.items():
         if not name.startswith(prefix) or not info.dtype.is_floating_point:
             continue
-        tensor = run.checkpoint.read(name).to(run.device).float()
+        tensor = run.checkpoint.read_float(name).to(run.device)
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{name} holds values that are not finite")
         weights[name.removeprefix(prefix)] = tensor
@@ -247,7 +247,9 @@ def _propagate(work: _Work, index: int) -> None:
     for largest in (ranges.keys, ranges.values):
         run.ranks.maximum(largest)
     k_scale, v_scale = (
-        (largest if scheme.strategy == "head" else largest.max().view(1)) / FLOAT8_MAX
+        ((largest if scheme.strategy == "head" else largest.max().view(1)) / FLOAT8_MAX).clamp(
+            min=torch.finfo(torch.float32).tiny  # of a head that is always zero
+        )
         for largest in (ranges.keys, ranges.values)
     )
     packed = pack_kv_scales(k_scale, v_scale, scheme)

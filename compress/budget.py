@@ -73,7 +73,7 @@ def choose_bits(sensitivities: Sequence[Sensitivity], budget: Budget) -> dict[st
         for row in sensitivities
     ]
     try:
-        chosen = choose_options(items, int(budget.bits_per_weight * weights))
+        chosen = choose_options(items, int(min(budget.bits_per_weight, 64.0) * weights))
     except ValueError:
         least = sum(min(row.costs.values()) for row in sensitivities) / weights
         raise ValueError(

@@ -39,6 +39,7 @@ from compress.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from compress.models.family import ModelFamily, family_of
 from compress.models.load import (
     build_skeleton,
+    check_tensors,
     dematerialize,
     load_tokenizer,
     map_large_tensors,
@@ -73,12 +74,18 @@ def plan_job(job: QuantizeJob) -> Planned:
     rotation = job.recipe.rotation
     checkpoint = rotate_checkpoint(source, family, rotation) if rotation else source
     plan = make_plan(checkpoint, family, job.recipe, calibration_tokens=tokens)
+    check_tensors(build_skeleton(checkpoint), checkpoint)
     planned = Planned(checkpoint=checkpoint, family=family, plan=plan)
     planned_config(checkpoint, job.recipe, plan)  # raises what the format's config cannot say
     if job.recipe.budget is not None:
         check_choices(job.recipe.budget, plan, FORMATS[job.recipe.format])
         planned = _spend_budget(job, planned, tokens)
         planned_config(checkpoint, job.recipe, planned.plan)
+    context, length = source.config.get("max_position_embeddings"), job.calibration.length
+    if isinstance(context, int) and length > context:
+        warning = f"samples of {length} tokens are longer than the model's context of {context}"
+        plan = replace(planned.plan, warnings=(*planned.plan.warnings, warning))
+        planned = replace(planned, plan=plan)
     if job.target is not None:
         check_target(planned.checkpoint, job.recipe, planned.plan, job.target)
     return planned
@@ -140,9 +147,8 @@ def _quantize(job: QuantizeJob, ranks: Ranks) -> dict[str, Any]:
     with _opened_run(job, prepared.fingerprint, ranks) as state:
         with ranks.together():
             run = _make_run(job, prepared, state, ranks)
-            if isinstance(run.checkpoint, RotatedCheckpoint) and state.next_block is None:
-                tokens = run.data.tokens
-                check_rotation(run.checkpoint, run.family, run.model, tokens, run.device)
+            if state.next_block is None:
+                _check_float(run)
         _quantize_blocks(run, started)
         return ranks.first(lambda: _finish(run, prepared.planned.sensitivities, started))
 
@@ -187,6 +193,19 @@ def _opened_run(job: QuantizeJob, fingerprint: str, ranks: Ranks) -> Iterator[Ru
     opened = open_run(folder, fingerprint, resume=job.resume, force=job.force)
     with ExitStack() as stack:
         yield ranks.first(lambda: stack.enter_context(opened))
+
+
+def _check_float(run: Run) -> None:
+    """Refuse, before the first block, what would only be found after the last."""
+    inside = tuple(f"{run.family.blocks}.{index}." for index in range(len(run.blocks)))
+    for name, info in run.checkpoint.tensors.items():
+        if name.startswith(inside) or not info.dtype.is_floating_point:
+            continue
+        if not run.checkpoint.read(name).float().isfinite().all():
+            raise ValueError(f"{name} holds values that are not finite")
+    if isinstance(run.checkpoint, RotatedCheckpoint):
+        tokens = run.data.tokens
+        check_rotation(run.checkpoint, run.family, run.model, tokens, run.device)
 
 
 def _finish(run: Run, sensitivities: list[Sensitivity] | None, started: float) -> dict[str, Any]:

@@ -136,18 +136,34 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises ValueError for an unknown name, key or value, FileNotFoundError for a missing file.
     """
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        text = Path(name).read_text(encoding="utf-8")
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"recipe {name}: not UTF-8 text") from None
     else:
         text = lookup(shipped_recipes(), name, "recipe")
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"recipe {name}: not valid YAML ({_one_line(error)})") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name}: expected a mapping with the key `method`")
     for override in overrides:
         _apply(values, override)
     return _validate(name, values)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error, as an unknown one is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -179,17 +195,21 @@ def _validate(name: str, values: dict[str, Any]) -> Recipe:
 def _problem(item: Any, values: dict[str, Any]) -> str:
     """One validation error as `key.path: message`."""
     parts = [str(part) for part in item["loc"]]
-    if parts[:1] == ["method"] and parts[1:2] == [str((values.get("method") or {}).get("kind"))]:
+    chosen = values.get("method")
+    if parts[:1] == ["method"] and isinstance(chosen, dict) and parts[1:2] == [chosen.get("kind")]:
         parts.pop(1)  # pydantic names the chosen alternative after the key; users did not write it
     if item["type"] == "union_tag_invalid":
         known = item["ctx"]["expected_tags"].replace("'", "").split(", ")
         try:
-            lookup(dict.fromkeys(known), item["ctx"]["tag"], "method")
+            noun = parts[0].removesuffix("s")
+            lookup(dict.fromkeys(known), item["ctx"]["tag"], noun)
         except ValueError as error:
             return f"{'.'.join(parts)}.kind: {error}"
     if item["type"] == "unexpected_keyword_argument":
         return f"{'.'.join(parts)}: unknown key"
     message = item["msg"].removeprefix("Value error, ")
+    if not parts:
+        return str(message)
     given = "" if item["type"] in ("missing", "value_error") else f", got {item['input']!r}"
     return f"{'.'.join(parts)}: {message}{given}"
 

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from compress.artifacts import LayerReport
 from compress.calib.scene import SiteReport
+from compress.errors import CheckFailed
 from compress.export.writer import PROVENANCE_FILE, replaced_dir
 from compress.models.checkpoint import read_json
 
@@ -112,7 +113,10 @@ def open_run(folder: Path, fingerprint: str, *, resume: bool, force: bool) -> It
             if state.next_block is None:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                error.add_note("finished blocks are kept: repeat the command with --resume")
+                again = "repeat the command with --resume"
+                if isinstance(error, ValueError | CheckFailed):  # that would only fail again
+                    again = f"start over with --force, or remove {folder}"
+                error.add_note(f"finished blocks are kept: {again}")
             raise
 
 

@@ -155,6 +155,10 @@ class Override:
     targets: tuple[str, ...]
     weights: WeightScheme
 
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise ValueError("targets must name at least one Linear or pattern")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantScheme:
@@ -211,6 +215,7 @@ def spread_scale(
     """`scale` repeated to fp32 of a kind that broadcasts against a weight of `shape` (out, in)."""
     rows, columns = shape
     if block_size is not None:
+        block_size = min(block_size, max(rows, columns))  # one block may be all there is
         tall = scale.float().repeat_interleave(block_size, 0)[:rows]
         return tall.repeat_interleave(block_size, 1)[:, :columns]
     return scale.float().repeat_interleave(columns // scale.shape[1], 1)

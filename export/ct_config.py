@@ -119,8 +119,11 @@ def read_config(quantization: Mapping[str, Any]) -> Callable[[str], LinearScheme
     schemes: dict[str, LinearScheme] = {}
     for name, group in (quantization.get("config_groups") or {}).items():
         scheme = _read_group(name, group, quantization)
-        schemes.update((target, scheme) for target in group.get("targets", []))
+        schemes.update((target, scheme) for target in group.get("targets") or [])
     ignore = list(quantization.get("ignore") or [])
+    for entry in (*schemes, *ignore):
+        if not isinstance(entry, str):
+            raise ValueError(f"quantization_config: {entry!r} is no name or expression")
     check_expressions([*schemes, *ignore])
     # an exact name is more specific than an expression, and that than a class
     classes = ("Linear", "Embedding")

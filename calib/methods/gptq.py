@@ -18,7 +18,6 @@ refinement   scales and codes are improved in turns after the solve, see refine.
 """
 
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -32,6 +31,7 @@ from compress.calib.methods.rtn import RTN, round_rtn
 from compress.calib.methods.scales import ScaleSearch, find_scales
 from compress.scheme import PER_CHANNEL, WeightScheme, group_width
 
+_MAX_DAMPING = 1000.0  # times the mean of the diagonal: H has no say any more
 _DAMPING_STEPS = 4  # each ten times the one before; the last is far past any useful damping
 
 
@@ -51,10 +51,12 @@ class GPTQ:
     refinement: Refinement = field(default_factory=Refinement)
 
     def __post_init__(self) -> None:
-        if not 0 < self.damping < inf or self.block_size < 1:
+        if not 0 < self.damping <= _MAX_DAMPING:
             raise ValueError(
-                f"damping and block_size must be positive, got {self.damping}, {self.block_size}"
+                f"damping must be positive and at most {_MAX_DAMPING}, got {self.damping}"
             )
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be positive, got {self.block_size}")
         if not 0 <= self.asymmetry <= 1:
             raise ValueError(f"asymmetry must be between 0 and 1, got {self.asymmetry}")
         if self.groups == "refound" and self.order == "activation":

@@ -23,6 +23,7 @@ from pydantic import ConfigDict
 from compress.artifacts import QuantizedLinear
 from compress.scheme import code_range
 
+_MAX_ROUNDS = 100
 _RIDGE = 1e-3
 _BLOCK = 64  # columns between two updates of the other columns' gradients
 
@@ -37,10 +38,10 @@ class Refinement:
     passes: int = 1
 
     def __post_init__(self) -> None:
-        if self.rounds < 0 or self.passes < 0:
-            raise ValueError(
-                f"rounds and passes must not be negative, got {self.rounds}, {self.passes}"
-            )
+        for name in ("rounds", "passes"):
+            if not 0 <= getattr(self, name) <= _MAX_ROUNDS:
+                given = getattr(self, name)
+                raise ValueError(f"{name} must be between 0 and {_MAX_ROUNDS}, got {given}")
 
 
 def refine(

@@ -84,13 +84,18 @@ class RotatedCheckpoint(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         """Tensor `name` on the CPU, rotated, in the dtype and shape of its source."""
+        if name not in self.folds:
+            return self.source.read(name)
+        return self.read_float(name).to(self.tensors[name].dtype)
+
+    def read_float(self, name: str) -> torch.Tensor:
+        """Tensor `name` rotated, in fp32: not yet rounded to the dtype of its source."""
         fold = self.folds.get(name)
         if fold is None:
-            return self.source.read(name)
-        tensor = self.source.read(fold.source)
+            return self.source.read_float(name)
+        rotated = self.source.read_float(fold.source)
         if fold.unit:
-            return torch.full_like(tensor, 1 - self.norm_offset)
-        rotated = tensor.float()
+            return torch.full_like(rotated, 1 - self.norm_offset)
         if fold.norm is not None:
             norm = self.source.read(fold.norm).double() + self.norm_offset
             rotated = rotated * norm.float()
@@ -100,7 +105,7 @@ class RotatedCheckpoint(Checkpoint):
             rotated = self.stream.of_rows(rotated)
         if fold.rows:
             rotated = _of_columns(self.stream, rotated)
-        return rotated.to(tensor.dtype).contiguous()
+        return rotated.contiguous()
 
     @property
     def num_bytes(self) -> int:

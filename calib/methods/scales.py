@@ -14,7 +14,6 @@ chosen is what will be read back.
 """
 
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -23,6 +22,7 @@ from pydantic import ConfigDict
 from compress.scheme import WeightScheme, code_range, group_width
 
 _MAX_SIGNED_BITS = 4  # of more bits one step in range is too little to pay a second search for
+_MAX_STEPS, _MAX_NORM = 1000, 20  # beyond, errors of all candidates over- or underflow
 _CHUNK_ELEMENTS = 1 << 17  # work of one pass fits the second-level cache
 
 
@@ -45,8 +45,10 @@ class ScaleSearch:
     def __post_init__(self) -> None:
         if not 0 <= self.max_shrink < 1:
             raise ValueError(f"max_shrink must be in [0, 1), got {self.max_shrink}")
-        if self.steps < 1 or not 0 < self.norm < inf:
-            raise ValueError(f"steps and norm must be positive, got {self.steps} and {self.norm}")
+        if not 1 <= self.steps <= _MAX_STEPS:
+            raise ValueError(f"steps must be between 1 and {_MAX_STEPS}, got {self.steps}")
+        if not 0 < self.norm <= _MAX_NORM:
+            raise ValueError(f"norm must be positive and at most {_MAX_NORM}, got {self.norm}")
 
     @property
     def shrinks(self) -> list[float]:

@@ -65,6 +65,10 @@ class Checkpoint:
                 raise ValueError(f"{info.file}: truncated inside tensor {name!r}")
         return raw.view(info.dtype).view(info.shape)
 
+    def read_float(self, name: str) -> torch.Tensor:
+        """Floating tensor `name` in fp32, for computing; a view may know it better than stored."""
+        return self.read(name).float()
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""

@@ -26,6 +26,7 @@ from compress.models.source import resolve_model
 
 __all__ = [
     "build_skeleton",
+    "check_tensors",
     "dematerialize",
     "load_tokenizer",
     "map_large_tensors",
@@ -138,6 +139,22 @@ def _stored_name(checkpoint: Checkpoint, name: str) -> str:
     family = family_of(checkpoint.config)
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     return {head: embedding, embedding: head}.get(name, name)
+
+
+def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a tensor of the skeleton `model` is missing, or has another shape.
+
+    Within the blocks a tensor without a place is an error too; outside, it is kept as it is.
+    """
+    family = family_of(checkpoint.config)
+    blocks = model.get_submodule(family.blocks)
+    assert isinstance(blocks, nn.ModuleList), f"{family.blocks} is not a list of blocks"
+    parts = {f"{family.blocks}.{index}.": block for index, block in enumerate(blocks)}
+    parts |= {f"{n}.": model.get_submodule(n) for n in (family.embedding, family.final_norm)}
+    for prefix, part in parts.items():
+        slots = part.state_dict(keep_vars=True)
+        sources = {name: _stored_name(checkpoint, prefix + name) for name in slots}
+        _check_slots(slots, sources, checkpoint, prefix)
 
 
 def _check_slots(

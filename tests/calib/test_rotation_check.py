@@ -56,3 +56,30 @@ def test_a_wrong_norm_offset_is_found(tmp_path: Path) -> None:
     rotated = rotate_checkpoint(checkpoint, family, Rotation())
     with pytest.raises(ValueError, match="block 0: the rotation changes"):
         check_rotation(rotated, family, build_skeleton(rotated), TOKENS, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_source_of_16_bits_is_checked_before_it_is_rounded(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = tiny_model("Qwen2ForCausalLM", tmp_path / "m", tied=True, dtype=dtype)
+    checkpoint = open_checkpoint(path)
+    family = family_of(checkpoint.config)
+    rotated = rotate_checkpoint(checkpoint, family, Rotation())
+    check_rotation(rotated, family, build_skeleton(rotated), TOKENS, CPU)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert rotated.read(name).dtype == dtype
+    assert not torch.equal(rotated.read(name).float(), rotated.read_float(name))
+
+
+def test_derived_buffers_that_old_exporters_stored_are_no_trouble(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_model("LlamaForCausalLM", tmp_path / "m")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(path)
+    family = family_of(checkpoint.config)
+    rotated = rotate_checkpoint(checkpoint, family, Rotation())
+    check_rotation(rotated, family, build_skeleton(rotated), TOKENS, CPU)

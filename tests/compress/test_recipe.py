@@ -51,7 +51,7 @@ def test_set_overrides_and_keeps_the_rest() -> None:
         ("scheme.weights.bits=9", "bits must be 2 to 8, got 9"),
         ("scheme.weights.group_size=0", "group_size must be positive or -1 .per channel., got 0"),
         ("method.kind=gtpq", "unknown method 'gtpq'; did you mean 'gptq'"),
-        ("method.damping=-1", "damping and block_size must be positive, got -1"),
+        ("method.damping=-1", "damping must be positive and at most 1000.0, got -1"),
         ("method.scale.max_shrink=2", r"max_shrink must be in \[0, 1\), got 2"),
         ("dtype=int8", "dtype: Input should be"),
         ("scheme.weights.bits", "expected KEY.PATH=VALUE"),
