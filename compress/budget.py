@@ -4,10 +4,12 @@ Sensitivity is measured, not guessed: on a few calibration sequences the float m
 block; for each set of Linears that serving engines fuse and each bit width, these Linears alone are
 rounded to nearest (with the recipe's scales) and the block runs again. The error is
 
-    e(set, bits) = ||block(X) - block_rounded(X)||^2 / ||block(X)||^2
+    e(set, bits) = mean over tokens t of ||block(X)_t - block_rounded(X)_t||^2 / ||block(X)_t||^2
 
 X being the block's input in the float model. Block outputs are the residual stream, which every
-later layer normalizes, so relative errors of different blocks can be added. No gradient is needed.
+later layer normalizes token by token, so relative errors of different blocks can be added. A ratio
+of sums would count little but the few tokens with massive activations, and leave the middle of a
+model, where those live, to the fewest bits. No gradient is needed.
 The choice with the least sum under the budget is found exactly, see knapsack.py.
 """
 
@@ -206,6 +208,7 @@ def _holding(weights: Sequence[nn.Parameter], stacked: QuantizedLinear) -> Itera
 
 
 def _relative_square(outputs: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Mean over the tokens of `outputs` (N, L, H) of their relative squared error."""
     reference = outputs.float()
-    error = (reference - rounded.float()).square().sum()
-    return float(error / reference.square().sum().clamp(min=1e-30))
+    errors = (reference - rounded.float()).square().sum(-1)
+    return float((errors / reference.square().sum(-1).clamp(min=1e-30)).mean())
