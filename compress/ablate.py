@@ -74,7 +74,7 @@ _VARIANTS = (
         recipe="rtn-w4a16",
         overrides=("method.scale.steps=1", "method.scale.weighted=false"),
     ),
-    Variant(name="weighted", recipe="rtn-w4a16"),
+    Variant(name="weighted", recipe="rtn-w4a16", overrides=("method.scale.steps=16",)),
     Variant(name="gptq", recipe="gptq-w4a16", overrides=("method.order=none",)),
     Variant(name="act-order", recipe="gptq-w4a16"),
     Variant(name="awq", recipe="gptq-w4a16", overrides=("transforms=[{kind: awq}]",)),
