@@ -92,10 +92,10 @@ class BlockReplay:
 
             def see(shared: SharedInput, x: torch.Tensor, seen: Any = seen) -> None:
                 statistics[shared].add(x, ahead.get(shared))
-                seen.append(x.abs().amax().float())
+                seen.append(_magnitude(x))
 
             with self._watching(statistics, see):
-                seen.append(self._run(inputs[samples]).abs().amax().float())
+                seen.append(_magnitude(self._run(inputs[samples])))
             largest = torch.stack(seen).amax()
         if not torch.isfinite(largest):
             raise ValueError("the block's outputs are not finite on calibration data")
@@ -161,6 +161,12 @@ class KVRanges:
         self.keys = _larger(self.keys, keys)
         self.values = _larger(self.values, values)
         return keys, values
+
+
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Largest |x|, () fp32; NaN if one is. Several times faster than abs and amax in bfloat16."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).float()
 
 
 def _larger(known: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
