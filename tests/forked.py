@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ _PRELOADED = [
     "tests.forked",
 ]
 
+# Starting a process polls all others, and of two threads that poll one only one gets its exit code.
+_polling = threading.Lock()
+
 
 @dataclass(frozen=True)
 class Forked:
@@ -41,12 +46,19 @@ class Forked:
 
     def wait(self, timeout: float = 120) -> int:
         """Exit code; minus the signal that killed it. AssertionError if it does not end."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
+        if not wait([self.process.sentinel], timeout):
             self.process.kill()
-            self.process.join()
+            wait([self.process.sentinel])
             raise AssertionError(f"still running after {timeout} s: {self.output}")
-        return self.process.exitcode
+        code = self.exitcode
+        assert code is not None
+        return code
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code as of `wait`; None while it runs."""
+        with _polling:
+            return self.process.exitcode
 
     @property
     def output(self) -> str:
@@ -72,7 +84,8 @@ def start(
     process = _context().Process(
         target=_child, args=(str(log), [*arguments], environment or {}, prepare)
     )
-    process.start()
+    with _polling:
+        process.start()
     return Forked(process, log)
 
 

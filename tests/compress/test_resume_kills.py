@@ -58,7 +58,7 @@ class Times:
 def await_finishing(run: Forked, out: Path) -> float:
     """Seconds until the folder of the finished checkpoint appears, or the run has ended."""
     began, folder = time.monotonic(), out.with_name(f".{out.name}.partial") / "checkpoint"
-    while not folder.exists() and run.process.exitcode is None:
+    while not folder.exists() and run.exitcode is None:
         time.sleep(0.001)
     return time.monotonic() - began
 
