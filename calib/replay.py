@@ -8,7 +8,7 @@ Legend: N samples, L length, H hidden. Activations (N, L, H) lie in files (see c
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,10 @@ from compress.calib.collectors import SAMPLE_TOKENS, InputStatistics
 from compress.models.family import SharedInput
 
 Statistics = dict[SharedInput, InputStatistics]
+
+
+class _AllSeen(Exception):
+    """Stops a block whose Linears have read all that is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +73,20 @@ class BlockReplay:
 
     @torch.no_grad()
     def collect(
-        self, inputs: Activations, statistics: Statistics, chain: FloatChain | None = None
+        self,
+        inputs: Activations,
+        statistics: Statistics,
+        chain: FloatChain | None = None,
+        *,
+        to_end: bool = False,
     ) -> torch.Tensor:
         """Add to `statistics` what the Linears read when the block runs on `inputs` (N, L, H).
 
-        Returns the largest magnitude that these Linears read or the block puts out, () fp32. With
-        `chain` the block also runs on the chain's inputs with its weights: its outputs are stored
-        and what the Linears read there is the float side of the cross moments. Raises ValueError if
-        an input of a Linear, which is named, or an output of the block is not finite.
+        The block runs until all have been read; `to_end` goes on and checks its outputs as well.
+        Returns the largest magnitude of what was seen, () fp32. With `chain` the block also runs on
+        the chain's inputs with its weights: its outputs are stored and what the Linears read there
+        is the float side of the cross moments. Raises ValueError if an input of a Linear, which is
+        named, or an output of the block is not finite.
         """
         ahead: dict[SharedInput, torch.Tensor] = {}
         largest = torch.zeros((), device=self.device)
@@ -88,31 +98,35 @@ class BlockReplay:
                 ):
                     outputs = self._run(chain.inputs[samples])
                 chain.outputs[samples] = outputs
-            seen = [largest]
+            seen: dict[SharedInput, torch.Tensor] = {}
 
             def see(shared: SharedInput, x: torch.Tensor, seen: Any = seen) -> None:
                 statistics[shared].add(x, ahead.get(shared))
-                seen.append(_magnitude(x))
+                seen[shared] = _magnitude(x)
+                if len(seen) == len(statistics) and not to_end:
+                    raise _AllSeen
 
-            with self._watching(statistics, see):
-                seen.append(_magnitude(self._run(inputs[samples])))
-            largest = torch.stack(seen).amax()
-        if not torch.isfinite(largest):
-            raise ValueError("the block's outputs are not finite on calibration data")
-        return largest
+            with self._watching(statistics, see), suppress(_AllSeen):
+                largest = torch.maximum(largest, _magnitude(self._run(inputs[samples])))
+            largest = torch.stack([largest, *seen.values()]).amax()
+        return _finite(largest)
 
     @torch.no_grad()
     def propagate(
         self, inputs: Activations, outputs: Activations | None, cache: "KVRanges | None" = None
-    ) -> None:
+    ) -> torch.Tensor:
         """Fill `outputs` (N, L, H) with what the block makes of `inputs` (N, L, H).
 
-        `cache` looks at the keys and values on the way; `outputs` None runs for that alone.
+        `cache` looks at the keys and values on the way; `outputs` None runs for that alone. Returns
+        the largest magnitude of the outputs, () fp32; ValueError if one is not finite.
         """
+        largest = torch.zeros((), device=self.device)
         for samples in batches(inputs.shape[0], self.batch_size):
             result = self._run(inputs[samples], cache)
+            largest = torch.maximum(largest, _magnitude(result))
             if outputs is not None:
                 outputs[samples] = result
+        return _finite(largest)
 
     def _run(self, hidden: torch.Tensor, cache: "KVRanges | None" = None) -> torch.Tensor:
         extra: dict[str, Any] = {} if cache is None else {self.calls.cache_argument: cache}
@@ -161,6 +175,12 @@ class KVRanges:
         self.keys = _larger(self.keys, keys)
         self.values = _larger(self.values, values)
         return keys, values
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(largest):
+        raise ValueError("the block's outputs are not finite on calibration data")
+    return largest
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:

@@ -150,9 +150,9 @@ def _collect(
         cross=needs.float_chain,
     )
     with ranks.together(), _quantized_inputs(work):  # of those rounded in earlier stages
-        largest = work.replay.collect(inputs, statistics, chain)
-    ranks.maximum(largest)
-    work.result.largest_output = max(work.result.largest_output, float(largest))
+        is_last = work.replay.index + 1 == len(work.run.blocks)  # others are propagated
+        largest = work.replay.collect(inputs, statistics, chain, to_end=is_last)
+    _note_largest(work, largest)
     for counted in statistics.values():
         counted.reduce(ranks)
     return statistics
@@ -240,20 +240,28 @@ def _propagate(work: _Work, index: int) -> None:
         return
     outputs = None if is_last else run.activations(index + 1, create=True)
     with run.ranks.together(), _quantized_inputs(work):
-        work.replay.propagate(run.activations(index), outputs, ranges)
+        largest = work.replay.propagate(run.activations(index), outputs, ranges)
+    _note_largest(work, largest)
     if scheme is None or ranges is None:
         return
     assert ranges.keys is not None and ranges.values is not None, "attention stored no keys"
-    for largest in (ranges.keys, ranges.values):
-        run.ranks.maximum(largest)
+    for magnitudes in (ranges.keys, ranges.values):
+        run.ranks.maximum(magnitudes)
     k_scale, v_scale = (
-        ((largest if scheme.strategy == "head" else largest.max().view(1)) / FLOAT8_MAX).clamp(
+        (
+            (magnitudes if scheme.strategy == "head" else magnitudes.max().view(1)) / FLOAT8_MAX
+        ).clamp(
             min=torch.finfo(torch.float32).tiny  # of a head that is always zero
         )
-        for largest in (ranges.keys, ranges.values)
+        for magnitudes in (ranges.keys, ranges.values)
     )
     packed = pack_kv_scales(k_scale, v_scale, scheme)
     work.extra |= {f"{ATTENTION}.{local}": scale for local, scale in packed.items()}
+
+
+def _note_largest(work: _Work, largest: torch.Tensor) -> None:
+    work.run.ranks.maximum(largest)
+    work.result.largest_output = max(work.result.largest_output, float(largest))
 
 
 @contextmanager

@@ -36,7 +36,8 @@ from compress.models.checkpoint import read_json
 class BlockResult:
     """What was done to one block: its report, and the tensors that are not as in the source.
 
-    `largest_output` is the largest magnitude in the block's float outputs.
+    `largest_output` is the largest magnitude that the block computes: what its Linears read and its
+    outputs.
     """
 
     rows: list[LayerReport] = field(default_factory=list)

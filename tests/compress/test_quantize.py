@@ -117,8 +117,10 @@ def seen(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     inputs, statistics = [], []
     work = BlockReplay.collect
 
-    def collect(self: BlockReplay, hidden: torch.Tensor, stats: Any, chain: Any = None) -> Any:
-        largest = work(self, hidden, stats, chain)
+    def collect(
+        self: BlockReplay, hidden: torch.Tensor, stats: Any, chain: Any = None, **options: Any
+    ) -> Any:
+        largest = work(self, hidden, stats, chain, **options)
         inputs.append(hidden.clone())
         statistics.append(dict(stats))
         return largest
