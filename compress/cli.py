@@ -340,7 +340,8 @@ def run(arguments: list[str]) -> int:
     try:
         app(args=arguments, standalone_mode=False)
     except _UsageError as error:
-        return _fail(error.format_message(), EXIT_BAD_USAGE)
+        message = error.format_message()  # empty where the help was printed instead
+        return _fail(message, EXIT_BAD_USAGE) if message else EXIT_BAD_USAGE
     except Interrupted as error:
         return _fail(str(error), error.code)
     except (KeyboardInterrupt, typer.Abort) as error:

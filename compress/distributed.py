@@ -69,7 +69,7 @@ class Ranks:
         num_batches = -(-num_samples // batch_size)
         if num_batches < self.size:
             raise ValueError(
-                f"{num_samples} samples are {num_batches} batches of {batch_size}, too few for"
+                f"{num_samples} samples in batches of {batch_size} make {num_batches}, too few for"
                 f" {self.size} processes: use more samples (--calib-samples) or fewer processes"
             )
         start, stop = (num_batches * rank // self.size for rank in (self.rank, self.rank + 1))

@@ -22,7 +22,7 @@ from compress.models.family import ModelFamily, SharedInput
 from compress.recipe import Recipe
 from compress.scheme import LinearScheme, WeightScheme, group_width
 
-BATCH_TOKENS = 4096  # of one forward pass of a block
+BATCH_TOKENS = 1024  # of one forward pass of a block: temporaries that the allocator reuses
 _INTERPRETER_BYTES = 600_000_000  # Python, torch, transformers and a tokenizer, measured on Linux
 
 

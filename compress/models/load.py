@@ -36,8 +36,8 @@ __all__ = [
 
 _MAX_NAMES_SHOWN = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
-_MAPPED_BYTES = 32 << 20
-_KEPT_BYTES = 64 << 20
+_MAPPED_BYTES = 4 << 20
+_KEPT_BYTES = 32 << 20
 _MAPPED_BYTES_UNDER_LIMIT = 256 << 10
 
 
@@ -190,13 +190,13 @@ def _shown(names: list[str]) -> str:
 
 
 def map_large_tensors() -> None:
-    """Have glibc map every tensor of 32 MB or more by itself, so that freeing it returns its pages.
+    """Have glibc map every tensor of 4 MB or more by itself, so that freeing it returns its pages.
 
-    Smaller ones come from a heap that keeps its free pages: a forward pass of a block makes some
-    hundred megabytes of temporaries, and to have the system map and clear them each time took a
-    fifth of a run. `trim_heap` returns them after each block. Where the address space is limited
-    (ulimit -v) holes in the heap count even if their pages are returned: sizes from 256 KB on are
-    mapped then, and threads share one heap instead of reserving 64 MB each.
+    By default it moves sizes up to 32 MB to its heap once one has been freed, where they leave
+    holes that add up. Smaller tensors stay in a heap that keeps its free pages until `trim_heap`:
+    mapping and clearing the temporaries of every forward pass anew took a fifth of a run. Where the
+    address space is limited (ulimit -v) holes count even if their pages are returned: sizes from
+    256 KB on are mapped then, and threads share one heap instead of reserving 64 MB each.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -198,7 +200,7 @@ def test_fewer_batches_than_processes_is_refused_before_the_work(
     arguments = command(llama, tmp_path / "out", *BASE["rtn"], "--calib-samples", "2")
     ranks = start_ranks(tmp_path, arguments, 2, prepare=small_batches)
     assert [rank.wait() for rank in ranks] == [2, 1]
-    assert "2 samples are 1 batches of 2, too few for 2 processes: use more" in ranks[0].output
+    assert "2 samples in batches of 2 make 1, too few for 2 processes: use more" in ranks[0].output
     assert ranks[1].output == ""
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -231,3 +233,31 @@ def test_one_rank_does_plain_work() -> None:
     assert alone.first(lambda: 7) == alone.from_rank(7, 0) == 7
     with pytest.raises(ValueError, match="mine"), alone.together():
         raise ValueError("mine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "-m torch.distributed.run --nproc-per-node 2",
+        "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1"
+        " --mixed_precision no --dynamo_backend no",
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_launchers_start_it(launcher: str, llama: Path, tmp_path: Path) -> None:
+    options = [*BASE["rtn"], "--calib-samples", "3", "--calib-length", "2048"]
+    arguments = {name: command(llama, tmp_path / name, *options) for name in ("one", "two")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for name, starter in (("one", []), ("two", launcher.split())):
+        done = subprocess.run(
+            [sys.executable, *starter, "-m", "compress", *arguments[name]],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = files(tmp_path / "one"), files(tmp_path / "two")
+    assert one.pop("compress.json") != two.pop("compress.json")  # it notes how many there were
+    assert one == two

@@ -168,7 +168,7 @@ def test_activations_on_disk_are_resumed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that stopped with its activations mapped may go on with them on disk."""
-    from tests.compress.test_quantize import interrupt
+    from tests.compress.test_quantize_ends import interrupt
 
     module.quantize(job(llama, tmp_path / "whole"))
     interrupt(llama, tmp_path / "out", monkeypatch)

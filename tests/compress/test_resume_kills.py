@@ -17,7 +17,8 @@ import pytest
 from compress import quantize as module
 from compress.calib.replay import BlockReplay
 from compress.export.verify import verify_checkpoint
-from tests.compress.test_quantize import files, interrupt, job
+from tests.compress.test_quantize import files, job
+from tests.compress.test_quantize_ends import interrupt
 from tests.factory import tiny_model
 from tests.forked import Forked, start
 

@@ -19,7 +19,8 @@ from compress.recipe import load_recipe, shipped_recipes
 from compress.run import QuantizeJob
 from compress.runtime.engine import Engine
 from compress.scheme import dequantize
-from tests.compress.test_quantize import fail_at_call, files
+from tests.compress.test_quantize import files
+from tests.compress.test_quantize_ends import fail_at_call
 from tests.factory import tiny_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
