@@ -117,5 +117,5 @@ def test_peak_memory_grows_with_calibration_and_width_but_not_with_depth(
     deep = tiny_model("LlamaForCausalLM", tmp_path / "deep", num_layers=5)
     assert peak(open_checkpoint(deep)) == peak(llama)
     wide = tiny_model("LlamaForCausalLM", tmp_path / "wide", intermediate_size=4096)
-    batch = 4 * 3 * (4096 - 160) * 4096  # fp32 outputs of the three Linears, for 4096 tokens
+    batch = 4 * 3 * (4096 - 160) * 1024  # fp32 outputs of the three Linears, for 1024 tokens
     assert peak(open_checkpoint(wide)) - peak(llama) > batch / 2
