@@ -133,9 +133,9 @@ def fail_first_in_second_block() -> None:
 def _at_second_call(act: Callable[[], object]) -> None:
     work, calls = BlockReplay.collect, iter((lambda: None, act))
 
-    def collect(self: BlockReplay, *args: Any) -> torch.Tensor:
+    def collect(self: BlockReplay, *args: Any, **options: Any) -> torch.Tensor:
         next(calls)()
-        return work(self, *args)
+        return work(self, *args, **options)
 
     BlockReplay.collect = collect  # type: ignore[method-assign]
 

@@ -181,7 +181,7 @@ def test_dematerialize_keeps_resident_memory_flat_over_many_blocks(tmp_path) -> 
     (tmp_path / "config.json").write_text("{}")
     growth = subprocess.check_output([sys.executable, "-c", _LOAD_MANY_BLOCKS, str(tmp_path)])
     block_bytes = sum(tensor.nbytes for tensor in weights.values()) // 2
-    assert int(growth) < block_bytes / 4
+    assert int(growth) < block_bytes / 2  # one hole per block would be several times that
 
 
 @pytest.mark.parametrize(
