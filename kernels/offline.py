@@ -23,7 +23,16 @@ from pathlib import Path
 
 from compress.kernels.jit import CompileCase, triton
 
-KERNEL_MODULES = ("rms_norm", "rotary", "silu_mul", "kv_write", "paged_attention", "w4a16")
+KERNEL_MODULES = (
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "kv_write",
+    "paged_attention",
+    "w4a16",
+    "quantize_tokens",
+    "w8a8",
+)
 
 # Compute capability -> largest dynamic shared memory of one block in bytes (CUDA C programming
 # guide, "Technical Specifications per Compute Capability").

@@ -38,6 +38,14 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.w4a16:w4a16_torch",
         "triton": "compress.kernels.w4a16:w4a16_triton",
     },
+    "quantize_tokens": {
+        "torch": "compress.kernels.quantize_tokens:quantize_tokens_torch",
+        "triton": "compress.kernels.quantize_tokens:quantize_tokens_triton",
+    },
+    "w8a8": {
+        "torch": "compress.kernels.w8a8:w8a8_torch",
+        "triton": "compress.kernels.w8a8:w8a8_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -56,6 +64,8 @@ class Ops(NamedTuple):
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: Callable[..., torch.Tensor]
     w4a16: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    quantize_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    w8a8: Callable[..., torch.Tensor]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:

@@ -6,6 +6,8 @@ The first row that fits (`products.py` has the implementations; "int per channel
 |--------------------|----------------|------------------------|-----------------------------------|
 | int per channel,   | int8 per token | torch, CPU             | `Int8Linear`: a product of        |
 | 2 to 8 bits        | or static      |                        | integers, for any number of rows  |
+| int per channel,   | int8 per token | triton                 | `W8A8Linear`: the same            |
+| 2 to 8 bits        | or static      |                        |                                   |
 | 4-bit groups of 8n | float          | triton                 | `PackedLinear`                    |
 | 4-bit groups, 32n  | float          | torch, CPU, bfloat16   | `Int4Linear`: the int4 product up |
 |                    |                |                        | to 6 rows, more are computed as   |
@@ -19,8 +21,8 @@ The first row that fits (`products.py` has the implementations; "int per channel
 
 `QuantizedInputs` does round its input to the codes that the scheme means, and multiplies what they
 stand for in the engine's dtype: CPUs have no float8 product, and none of 8-bit inputs with groups
-of weights. Scales belong to a token or are static, so no row depends on its batch; `Int8Linear`,
-whose sums are exact, gives a row the same bits in every batch.
+of weights. Scales belong to a token or are static, so no row depends on its batch; `Int8Linear`
+and `W8A8Linear`, whose sums are exact, give a row the same bits in every batch.
 
 8-bit weights with float inputs are dequantized: torch's own product, `_weight_int8pack_mm`, was no
 faster than the prepacked bfloat16 one (1/2/4/8 rows of 576 x 49152 on one core of a Zen 4:
@@ -45,6 +47,7 @@ from compress.runtime.products import (
     Int8Linear,
     PackedLinear,
     QuantizedInputs,
+    W8A8Linear,
     float_linear,
 )
 from compress.scheme import ActivationScheme, dequantize
@@ -106,6 +109,8 @@ def _fused_linear(
     product = None
     if fused is not None:
         if activations is not None and _has_int8_linear(fused, activations, device, ops):
+            if ops.backend == "triton":
+                return W8A8Linear(fused, bias, activations, device=device, ops=ops)
             return Int8Linear(fused, bias, activations)
         product = _packed_linear(fused, bias, dtype=dtype, device=device, ops=ops)
     elif any(_has_own_product(w, activations, dtype, device, ops) for w in weights):
@@ -129,11 +134,9 @@ def _has_int8_linear(
     return (
         activations.type == "int"
         and activations.group_size is None
-        and ops.backend == "torch"
-        and device.type == "cpu"
         and is_int8_per_channel(linear)
         and linear.codes.shape[1] <= MAX_IN_FEATURES
-        and has_int8_product()
+        and (ops.backend == "triton" or (device.type == "cpu" and has_int8_product()))
     )
 
 

@@ -102,6 +102,36 @@ class Int8Linear:
         return (y if self._bias is None else y.add_(self._bias)).to(x.dtype)
 
 
+class W8A8Linear:
+    """x W^T + b with x in int8 as well, `ops.w8a8`: exact for any rows, rounded once."""
+
+    def __init__(
+        self,
+        linear: QuantizedLinear,
+        bias: torch.Tensor | None,
+        activations: ActivationScheme,
+        *,
+        device: torch.device,
+        ops: Ops,
+    ) -> None:
+        self._codes = linear.codes.to(device).contiguous()
+        self._scale = linear.scale.to(device, torch.float32).flatten()
+        self._bias = None if bias is None else bias.to(device, torch.float32)
+        self._static_scale: torch.Tensor | None = None
+        if not activations.dynamic:
+            assert linear.input_scale is not None, "a static scheme without input_scale"
+            self._static_scale = linear.input_scale.to(device, torch.float32)
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._static_scale is None:
+            codes, scale = self._ops.quantize_tokens(x)
+        else:
+            codes = int8_codes(x.float(), self._static_scale).to(torch.int8)
+            scale = self._static_scale.expand(len(x)).contiguous()
+        return self._ops.w8a8(codes, scale, self._codes, self._scale, self._bias, x.dtype)
+
+
 class PackedLinear:
     """x W^T + b with 4-bit groups that are unpacked inside the product, `ops.w4a16`."""
 
