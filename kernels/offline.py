@@ -29,7 +29,7 @@ KERNEL_MODULES = (
     "silu_mul",
     "kv_write",
     "paged_attention",
-    "w4a16",
+    "wna16",
     "quantize_tokens",
     "w8a8",
 )

@@ -34,9 +34,9 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.paged_attention:paged_attention_torch",
         "triton": "compress.kernels.paged_attention:paged_attention_triton",
     },
-    "w4a16": {
-        "torch": "compress.kernels.w4a16:w4a16_torch",
-        "triton": "compress.kernels.w4a16:w4a16_triton",
+    "wna16": {
+        "torch": "compress.kernels.wna16:wna16_torch",
+        "triton": "compress.kernels.wna16:wna16_triton",
     },
     "quantize_tokens": {
         "torch": "compress.kernels.quantize_tokens:quantize_tokens_torch",
@@ -63,7 +63,7 @@ class Ops(NamedTuple):
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: Callable[..., torch.Tensor]
-    w4a16: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    wna16: Callable[..., torch.Tensor]
     quantize_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     w8a8: Callable[..., torch.Tensor]
 

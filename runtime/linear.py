@@ -8,7 +8,9 @@ The first row that fits (`products.py` has the implementations; "int per channel
 | 2 to 8 bits        | or static      |                        | integers, for any number of rows  |
 | int per channel,   | int8 per token | triton                 | `W8A8Linear`: the same            |
 | 2 to 8 bits        | or static      |                        |                                   |
-| 4-bit groups of 8n | float          | triton                 | `PackedLinear`                    |
+| 2, 3, 4 or 8 bits, | float          | triton                 | `PackedLinear`                    |
+| groups of whole    |                |                        |                                   |
+| words              |                |                        |                                   |
 | 4-bit groups, 32n  | float          | torch, CPU, bfloat16   | `Int4Linear`: the int4 product up |
 |                    |                |                        | to 6 rows, more are computed as   |
 |                    |                |                        | float, with the dequantized weight|
@@ -41,6 +43,7 @@ from compress.artifacts import QuantizedLinear
 from compress.kernels.activations import check_activations
 from compress.kernels.ops import Ops
 from compress.kernels.w8a8 import MAX_IN_FEATURES, has_int8_product, is_int8_per_channel
+from compress.kernels.wna16 import CODES_PER_WORD
 from compress.runtime.model import Linear
 from compress.runtime.products import (
     Int4Linear,
@@ -56,7 +59,6 @@ Weight = torch.Tensor | QuantizedLinear  # float (N, K), or codes (N, K) with sc
 
 _INT4_GROUP_MULTIPLE = 32  # of the CPU product
 _INT4_OUT_MULTIPLE = 16
-_WORD = 8  # 4-bit codes per int32
 
 
 def make_linear(
@@ -167,7 +169,7 @@ def _packed_linear(
     kind = _packed_kind(linear, dtype=dtype, device=device, ops=ops)
     if kind is None:
         return None
-    if kind == "w4a16":
+    if kind == "packed":
         return PackedLinear(linear, bias, dtype=dtype, device=device, ops=ops)
     dense = float_linear(_dense(linear, dtype, device), bias, few_rows=False)
     return Int4Linear(linear, bias, dense)
@@ -175,14 +177,16 @@ def _packed_linear(
 
 def _packed_kind(
     linear: QuantizedLinear, *, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> Literal["w4a16", "int4"] | None:
+) -> Literal["packed", "int4"] | None:
     """Which product reads the codes of `linear` as they are."""
-    if linear.codes.dtype != torch.int8 or linear.bits != 4:
+    if linear.codes.dtype != torch.int8:
         return None
     if ops.backend == "triton":
-        return "w4a16" if linear.group_size % _WORD == 0 else None
+        per_word = CODES_PER_WORD.get(linear.bits)
+        return "packed" if per_word and linear.group_size % per_word == 0 else None
     is_cpu_int4 = (
-        device.type == "cpu"
+        linear.bits == 4
+        and device.type == "cpu"
         and dtype == torch.bfloat16
         and linear.group_size % _INT4_GROUP_MULTIPLE == 0
         and linear.codes.shape[0] % _INT4_OUT_MULTIPLE == 0

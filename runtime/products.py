@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from compress.artifacts import QuantizedLinear
-from compress.export.packing import pack_to_int32
 from compress.kernels.activations import dynamic_scale, fake_quantize, int8_codes
+from compress.kernels.int4_cpu import Int4Cpu, pack_int4_cpu, w4a16_cpu
 from compress.kernels.ops import Ops
-from compress.kernels.w4a16 import Int4Cpu, pack_int4_cpu, w4a16_cpu
 from compress.kernels.w8a8 import Int8Cpu, pack_int8_cpu, to_uint8, w8a8_cpu
+from compress.kernels.wna16 import pack_weight
 from compress.scheme import ActivationScheme
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -133,7 +133,7 @@ class W8A8Linear:
 
 
 class PackedLinear:
-    """x W^T + b with 4-bit groups that are unpacked inside the product, `ops.w4a16`."""
+    """x W^T + b with groups of 2, 3, 4 or 8 bits, unpacked inside the product `ops.wna16`."""
 
     def __init__(
         self,
@@ -144,15 +144,12 @@ class PackedLinear:
         device: torch.device,
         ops: Ops,
     ) -> None:
-        self._words = pack_to_int32(linear.codes, linear.bits, 1).to(device)
-        scale = linear.scale.to(device=device, dtype=dtype)
-        self._scale = scale.t().contiguous().t()  # stored (G, N): read coalesced
-        self._zero_point = None if linear.zero_point is None else linear.zero_point.to(device)
+        self._weight = pack_weight(linear, dtype, device)
         self._bias = bias
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._ops.w4a16(x, self._words, self._scale, self._zero_point)
+        y = self._ops.wna16(x, self._weight)
         return y if self._bias is None else y.add_(self._bias)
 
 

@@ -34,8 +34,20 @@ def quantized(*, bits: int, group: int) -> QuantizedLinear:
         (quantized(bits=4, group=96), ActivationScheme(), W8A8Linear),
         (quantized(bits=4, group=32), ActivationScheme(), QuantizedInputs),
         (quantized(bits=4, group=32), None, PackedLinear),
+        (quantized(bits=3, group=32), None, PackedLinear),
+        (quantized(bits=2, group=96), None, PackedLinear),
+        (quantized(bits=8, group=32), None, PackedLinear),
     ],
-    ids=["w8a8", "w8a8-static", "w4a8-channel", "w4a8-g32", "w4a16-g32"],
+    ids=[
+        "w8a8",
+        "w8a8-static",
+        "w4a8-channel",
+        "w4a8-g32",
+        "w4a16-g32",
+        "w3a16-g32",
+        "w2a16",
+        "w8a16-g32",
+    ],
 )
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
 def test_make_linear_on_triton_computes_what_the_codes_mean(part, scheme, kind, biased, device):
