@@ -18,6 +18,9 @@ from torch import nn
 from compress.calib.capture import Activations, BlockCalls, batches
 from compress.calib.collectors import SAMPLE_TOKENS, InputStatistics
 from compress.models.family import SharedInput
+from compress.models.load import trim_heap
+
+_TRIM_EVERY = 16  # batches: to map and clear their temporaries anew takes a hundredth of their time
 
 Statistics = dict[SharedInput, InputStatistics]
 
@@ -90,7 +93,7 @@ class BlockReplay:
         """
         ahead: dict[SharedInput, torch.Tensor] = {}
         largest = torch.zeros((), device=self.device)
-        for samples in batches(inputs.shape[0], self.batch_size):
+        for samples in self._batches(inputs):
             if chain is not None:
                 with (
                     self._watching(statistics, lambda shared, x: ahead.update({shared: x})),
@@ -121,7 +124,7 @@ class BlockReplay:
         the largest magnitude of the outputs, () fp32; ValueError if one is not finite.
         """
         largest = torch.zeros((), device=self.device)
-        for samples in batches(inputs.shape[0], self.batch_size):
+        for samples in self._batches(inputs):
             result = self._run(inputs[samples], cache)
             largest = torch.maximum(largest, _magnitude(result))
             if outputs is not None:
@@ -131,6 +134,14 @@ class BlockReplay:
     def _run(self, hidden: torch.Tensor, cache: "KVRanges | None" = None) -> torch.Tensor:
         extra: dict[str, Any] = {} if cache is None else {self.calls.cache_argument: cache}
         return self.calls.call(self.block, self.index, hidden.to(self.device), **extra)
+
+    def _batches(self, inputs: Activations) -> Iterator[slice]:
+        """Samples of each batch; now and then what the heap keeps is given back, or its holes add
+        up over many batches."""
+        for number, samples in enumerate(batches(inputs.shape[0], self.batch_size)):
+            if number % _TRIM_EVERY == _TRIM_EVERY - 1:
+                trim_heap()
+            yield samples
 
     def _linear(self, shared: SharedInput) -> nn.Linear:
         linear = self.block.get_submodule(shared.linears[0])

@@ -138,9 +138,9 @@ def _read_state(folder: Path, fingerprint: str, *, resume: bool, force: bool) ->
     state = _parse_state(folder)
     if state.fingerprint != fingerprint:
         raise ValueError(
-            f"{folder}: the unfinished run had another model, recipe, calibration set, version or"
-            " number of processes or threads; repeat its command, or start over with --force and"
-            " without --resume"
+            f"{folder}: the unfinished run had another model, recipe, calibration set, version,"
+            " device or number of processes or threads; repeat its command, or start over with"
+            " --force and without --resume"
         )
     return state
 

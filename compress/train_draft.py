@@ -326,8 +326,8 @@ def _fit(
     if num_complete < MIN_HELD_OUT_POSITIONS:
         raise ValueError(
             f"the target wrote too little to test the heads on: {num_complete} positions, need"
-            f" {MIN_HELD_OUT_POSITIONS}; give more text, or more than max_minutes ="
-            f" {job.max_minutes:g}"
+            f" {MIN_HELD_OUT_POSITIONS}; give it more than --max-minutes"
+            f" {job.max_minutes:g}, or more text"
         )
     heads = MedusaHeads(decoder.config.hidden_size, job.num_heads, _NUM_LAYERS).to(decoder.device)
     with progress("training heads, %", 100, quiet=job.quiet) as tick:

@@ -58,5 +58,5 @@ def to_float16(scale: torch.Tensor) -> torch.Tensor:
     problem = "underflows" if stored == 0 else "overflows" if isinf(stored) else "is not exact in"
     raise ValueError(
         f"scale {value:.6g} of row {row}, group {group} {problem} float16"
-        " (round with float16 scales: dtype float16, or keep compressed-tensors)"
+        " (quantize with `--set dtype=float16`, or keep compressed-tensors)"
     )
