@@ -20,7 +20,7 @@ from compress.calib.collectors import SAMPLE_TOKENS, InputStatistics
 from compress.models.family import SharedInput
 from compress.models.load import trim_heap
 
-_TRIM_EVERY = 16  # batches: to map and clear their temporaries anew takes a hundredth of their time
+_TRIM_EVERY = 64  # batches; every 16 took 5 % more time
 
 Statistics = dict[SharedInput, InputStatistics]
 
