@@ -108,7 +108,7 @@ def test_peak_memory_of_two_chains_does_not_grow_with_depth(
             *("--calib-samples", "8", "--calib-length", "256"),
         )
         peaks.append(report["peak_rss_bytes"])
-    assert peaks[1] < 1.05 * peaks[0]
+    assert peaks[1] < 1.12 * peaks[0]
 
 
 @pytest.mark.slow
