@@ -33,7 +33,11 @@ def quantize_tokens_ref(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle: `quantize_tokens` with the norm in float64."""
-    values = (x if weight is None else rms_norm_ref(x, weight, eps)).float()
+    return _quantize(x if weight is None else rms_norm_ref(x, weight, eps))
+
+
+def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = x.float()
     scale = dynamic_scale(values, _PER_TOKEN)
     return int8_codes(values, scale).nan_to_num(0).to(torch.int8), scale.flatten()
 
@@ -101,9 +105,7 @@ def quantize_tokens_torch(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch `quantize_tokens`: the norm, then one operation after the other."""
-    values = (x if weight is None else rms_norm_torch(x, weight, eps)).float()
-    scale = dynamic_scale(values, _PER_TOKEN)
-    return int8_codes(values, scale).nan_to_num(0).to(torch.int8), scale.flatten()
+    return _quantize(x if weight is None else rms_norm_torch(x, weight, eps))
 
 
 def compile_cases() -> list[CompileCase]:
