@@ -153,6 +153,18 @@ def test_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("index", [0, 1], ids=["a-block-that-is-propagated", "the-last-block"])
+def test_outputs_of_every_block_are_seen(index: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_model("LlamaForCausalLM", tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"model.layers.{index}.mlp.down_proj.weight"] *= 1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = module.quantize(job(source, tmp_path / "out"))
+    assert report["largest_outputs"][index] > 1e3
+
+
 def test_forgotten_linear_fails_the_run(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
