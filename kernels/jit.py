@@ -4,7 +4,7 @@ Triton is optional: where it is not installed (macOS, Windows) the kernel files 
 that their torch functions work, and `triton_problem` says why the Triton ones cannot.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,6 +27,7 @@ else:
 __all__ = [
     "FLOAT_DTYPES",
     "TRITON_INSTALLED",
+    "BenchCase",
     "CompileCase",
     "Instruction",
     "check_rows",
@@ -59,6 +60,28 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 1
     meant: tuple[Instruction, ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchCase:
+    """One operation at one shape, to be timed on a GPU by `bench.py` against plain torch.
+
+    `make(device, dtype)` gives inputs, random and new in each call; `triton` and `plain` take them
+    and compute the same, and so does `exact`, in float64, at a cost that may be large. `num_bytes`
+    is what must move between memory and chip at least, `num_flops` counts a multiply-add as two.
+    `ceiling` is what bounds the speed (`memory`: the card's measured copy bandwidth; `matrix`: its
+    measured bfloat16 peak; `matrix8`: twice that), `goal` the fraction of it that is aimed at.
+    """
+
+    label: str
+    make: Callable[[torch.device, torch.dtype], tuple[Any, ...]]
+    triton: Callable[..., Any]
+    plain: Callable[..., Any]
+    exact: Callable[..., Any]
+    num_bytes: int
+    num_flops: int
+    ceiling: Literal["memory", "matrix", "matrix8"]
+    goal: float | None = None
 
 
 def triton_problem(device: torch.device) -> str | None:

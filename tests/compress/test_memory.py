@@ -126,7 +126,7 @@ def test_activations_past_their_budget_take_no_memory(tmp_path: Path) -> None:
         peaks[budget] = report["peak_rss_bytes"]
     dtype = devices.fast_dtype(torch.device("cpu"))
     inputs_and_outputs = 2 * 384 * 256 * 1536 * dtype.itemsize
-    assert peaks["2GB"] - peaks["1MB"] > 0.5 * inputs_and_outputs
+    assert peaks["2GB"] - peaks["1MB"] > 0.4 * inputs_and_outputs
     assert files(tmp_path / "2GB") == files(tmp_path / "1MB")
 
 
