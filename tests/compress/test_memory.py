@@ -113,7 +113,7 @@ def test_peak_memory_of_two_chains_does_not_grow_with_depth(
 
 @pytest.mark.slow
 def test_activations_past_their_budget_take_no_memory(tmp_path: Path) -> None:
-    """The peak falls by most of what the activations of a block take; the result is the same."""
+    """The peak falls by a good part of what a block's activations take; the result is the same."""
     model = tiny_model(
         "LlamaForCausalLM", tmp_path / "model", hidden_size=1536, intermediate_size=96
     )
