@@ -37,6 +37,27 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="Recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from compress import __version__
+
+        print(f"compress {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 _UsageError: Any = typer.BadParameter.__base__  # of the click that this typer carries
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from compress.export.verify import VerifyReport
@@ -26,7 +26,7 @@ def megabytes(num_bytes: float) -> str:
 
 def print_plan(plan: "Plan") -> None:
     """Every Linear with its scheme or the reason why it stays in float, and the totals."""
-    table = Table("linear", "shape", "scheme", title="plan")
+    table = Table(Column("linear", overflow="fold"), "shape", "scheme", title="plan")
     for linear in plan.linears:
         table.add_row(linear.name, f"{linear.shape[0]} x {linear.shape[1]}", linear.scheme.label)
     for row in plan.left_in_float:
@@ -59,7 +59,11 @@ def plan_to_dict(plan: "Plan") -> dict[str, Any]:
 
 def print_quantize_report(report: dict[str, Any], output: str) -> None:
     """What a run did: totals, the layers with the largest error, and every fallback."""
-    table = Table("linear", "scheme", "relative error", "note", title="largest output errors")
+    table = Table(
+        *("linear", "scheme", "relative error", "note"),
+        title="largest output errors",
+        caption="relative error: |X (W - W_packed)^T| / |X W^T| on calibration inputs X",
+    )
     layers = sorted(report["layers"], key=lambda row: -row["relative_error"])
     for row in layers[:_WORST_LAYERS]:
         error = f"{row['relative_error']:.4f}"
@@ -146,5 +150,27 @@ def _print_mapping(console: Console, values: dict[str, Any], indent: int) -> Non
         if isinstance(value, dict):
             console.print(" " * indent + f"{key}:", highlight=False, markup=False)
             _print_mapping(console, value, indent + 2)
+        elif _is_rows(value):
+            console.print(" " * indent + f"{key}:", highlight=False, markup=False)
+            for row in value:
+                console.print(" " * indent + f"  - {_plain(row)}", highlight=False, markup=False)
         else:
-            console.print(" " * indent + f"{key}: {value}", highlight=False, markup=False)
+            line = " " * indent + f"{key}: {_plain(value)}"
+            console.print(line, highlight=False, markup=False)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
+
+
+def _plain(value: Any) -> str:
+    """A value of JSON as people write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(part)}" for key, part in value.items())
+    return str(value)

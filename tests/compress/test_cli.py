@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import compress
 from compress.cli import run
+from compress.render import print_inspection
 from tests.factory import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -264,3 +266,14 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
         peaks.append(values["peak_rss_bytes"])
         assert 0.5 < values["planned_peak_rss_bytes"] / peaks[-1] < 2
     assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"compress {compress.__version__}\n"
+
+
+def test_inspection_is_written_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    print_inspection({"a": None, "b": True, "c": [1, 2], "d": [], "e": [{"x": 1, "y": None}]})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["a: none", "b: yes", "c: 1, 2", "d: none", "e:", "  - x 1, y none"]
