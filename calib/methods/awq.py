@@ -65,7 +65,7 @@ class AWQ:
     clip: bool = False
     clip_steps: int = 10
     clip_max_shrink: float = 0.5
-    max_tokens: int = 2048
+    max_tokens: int = 4096
     scale: ScaleSearch = field(default_factory=ScaleSearch)
 
     def __post_init__(self) -> None:
