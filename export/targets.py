@@ -16,7 +16,7 @@ from compress.export.compressed_tensors import INT, PACKED, storage_of
 from compress.export.formats import format_of, read_kv_cache
 from compress.export.patterns import is_embedding
 from compress.lookup import lookup
-from compress.models.family import FAMILIES
+from compress.models.family import FAMILIES, is_tied
 from compress.scheme import PER_CHANNEL, LinearScheme
 
 _KERNEL_GROUPS = (PER_CHANNEL, 32, 64, 128)
@@ -206,7 +206,7 @@ def _actorder(case: _Case) -> Iterator[str]:
 
 def _vllm_embedding(case: _Case) -> Iterator[str]:
     for name in filter(is_embedding, case.schemes):
-        if case.config.get("tie_word_embeddings"):
+        if is_tied(case.config):
             yield f"{name}: vLLM cannot use a packed embedding as the tied head; leave it in float"
         elif storage_of(case.schemes[name]) != PACKED:
             yield f"{name}: vLLM packs embeddings as integers only, without activations"

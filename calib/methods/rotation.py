@@ -31,7 +31,7 @@ from pydantic import ConfigDict
 
 from compress.calib.methods.hadamard import OrthogonalMatrix, random_orthogonal
 from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
-from compress.models.family import ModelFamily
+from compress.models.family import ModelFamily, is_tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ def rotate_checkpoint(
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     if rotation.r1:
         _refuse_unknown(checkpoint, family)
-        if head not in tensors and config.get("tie_word_embeddings"):
+        if head not in tensors and is_tied(config):
             tensors[head] = tensors[embedding]
         folds |= _stream_folds(checkpoint, family)
         config["tie_word_embeddings"] = False

@@ -21,7 +21,7 @@ from torch import nn
 
 from compress.errors import is_out_of_memory
 from compress.models.checkpoint import COMPUTED_SUFFIXES, TOKENIZER_FILES, Checkpoint
-from compress.models.family import family_of
+from compress.models.family import family_of, is_tied
 from compress.models.source import resolve_model
 
 __all__ = [
@@ -135,7 +135,7 @@ def load_tokenizer(path: Path) -> Any:
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str:
     """`name`, or the name of the tensor it is tied to when only that one is stored."""
-    if name in checkpoint.tensors or not checkpoint.config.get("tie_word_embeddings"):
+    if name in checkpoint.tensors or not is_tied(checkpoint.config):
         return name
     family = family_of(checkpoint.config)
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
