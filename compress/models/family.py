@@ -39,6 +39,11 @@ class SmoothingSite:
     heads: str | None = None
     part: Literal["", "values", "up"] = ""
 
+    def first_row(self, num_rows: int, in_features: int) -> int:
+        """The first row meant of a producer of `num_rows`; its consumers read `in_features`."""
+        counts = {"": num_rows, "values": (num_rows - in_features) // 2, "up": in_features}
+        return num_rows - counts[self.part]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
