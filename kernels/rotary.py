@@ -94,6 +94,8 @@ def rotary_triton(
     check_tensor("q", q, shape=(None, None, None), dtypes=FLOAT_DTYPES)
     num_tokens, num_q_heads, head_dim = q.shape
     check_tensor("k", k, shape=(num_tokens, None, head_dim), dtypes=(q.dtype,))
+    if head_dim % 2:
+        raise ValueError(f"q must have an even head_dim, got {head_dim}")
     half = cos.shape[-1]
     if not 0 < 2 * half <= head_dim:
         raise ValueError(f"cos must have 1 to {head_dim // 2} columns, got {half}")

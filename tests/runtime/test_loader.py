@@ -144,12 +144,14 @@ def mixed(name: str) -> LinearScheme | None:
         "o_proj": FP8_STATIC,
         "gate_proj": W8A8_STATIC,
         "up_proj": W4_ASYM,
+        "qkv_proj": W8A8,
+        "gate_up_proj": W4_ASYM,
         "down_proj": FP8_BLOCK,
     }
     return leaves.get(name.rpartition(".")[2])
 
 
-@pytest.mark.parametrize("architecture", ["llama-biased", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama-biased", "mistral", "qwen2", "qwen3", "phi3", "gemma2-biased", "gemma3"])
 @pytest.mark.parametrize("name", [*QUANTIZED_INPUTS, "mixed"])
 def test_every_linear_of_the_engine_computes_what_its_scheme_means(
     name: str,
@@ -188,7 +190,9 @@ def test_every_linear_of_the_engine_computes_what_its_scheme_means(
     assert 1e-3 < float((scores - score(source)).abs().max()) < 3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+)
 @pytest.mark.parametrize("name", ["w8a8-static", "fp8", "fp8-static", "fp8-block"])
 def test_load_computes_what_transformers_does_with_the_same_checkpoint(
     name: str, architecture: str, model_path: Callable[[str], Path], tmp_path: Path
