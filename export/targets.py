@@ -119,21 +119,31 @@ def _activations(case: _Case) -> Iterator[str]:
 
 
 def _blocks(case: _Case) -> Iterator[str]:
-    """A stacked matrix has one grid of blocks, so each part of it must be whole blocks."""
+    """A stacked matrix has one grid of blocks, so each part of it must be whole blocks.
+
+    A fused one is cut into its parts, which are loaded as if they had been stacked.
+    """
     family = FAMILIES.get((case.config.get("architectures") or [""])[0])
     stacks = family.shared_inputs if family else ()
     stacked = {name for shared in stacks if len(shared.linears) > 1 for name in shared.linears}
+    fused = [site for site in family.smoothing_sites if site.part] if family else []
     bad = []
     for name, scheme in case.schemes.items():
         if (size := scheme.weights.block_size) is None:
             continue
         out_features, in_features = case.shapes[name]
         is_stacked = any(name.endswith(f".{local}") for local in stacked)
-        if in_features % size or (is_stacked and out_features % size):
+        sizes = [in_features, *([out_features] if is_stacked else [])]
+        for site in fused:
+            block = name.removesuffix(site.producer)
+            if name != block and (reader := case.shapes.get(block + site.consumers[0])):
+                first = site.first_row(out_features, reader[1])
+                sizes += [first, out_features - first]
+        if any(length % size for length in sizes):
             bad.append(name)
     if bad:
         yield (
-            f"{_some(bad)}: inputs, and outputs of stacked Linears, must be whole blocks;"
+            f"{_some(bad)}: inputs, and outputs of stacked or fused Linears, must be whole blocks;"
             " use float8 per channel"
         )
 

@@ -1,4 +1,4 @@
-"""One decoder for every supported family: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 2 and 3 (dense).
+"""One decoder for every supported family: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 2, Gemma 3.
 
     x = embedding[token]                                        (times sqrt(H) in Gemma)
     for each layer:   x += o_proj(attention(rope(norm_qk(qkv(rms_norm(x))))))

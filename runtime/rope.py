@@ -154,9 +154,7 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     """The length that the model was first trained for; what stands outside wins (Phi-3)."""
     key = "original_max_position_embeddings"
-    return int(
-        config.get(key) or rope.get(key) or required(config, "max_position_embeddings")
-    )
+    return int(config.get(key) or rope.get(key) or required(config, "max_position_embeddings"))
 
 
 def _factor(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:

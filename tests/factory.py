@@ -2,8 +2,8 @@
 
 Sizes are odd on purpose: hidden 96 (whole groups of 32, not of 64), three query heads per key/value
 head, an intermediate size and a vocabulary that are not powers of two, and, for Qwen3 and Gemma, a
-head_dim that is not hidden / heads. Norm weights and biases are random as well: with their initial ones and
-zeros a forgotten multiply or add would go unnoticed.
+head_dim that is not hidden / heads. Norm weights and biases are random as well: with their initial
+ones and zeros a forgotten multiply or add would go unnoticed.
 """
 
 from functools import lru_cache

@@ -144,7 +144,7 @@ def _phi3() -> ModelFamily:
 
 
 def _gemma(architecture: str, *, qk_norm: bool = False, soft_caps: bool = False) -> ModelFamily:
-    """Gemma 2 and 3: `post_attention_layernorm` norms the output of attention, not the MLP's input."""
+    """Gemma 2 and 3, where `post_attention_layernorm` norms the output of attention."""
     parts = (_QKV, _GATE_UP, "pre_feedforward_layernorm")
     return ModelFamily(
         architecture=architecture,

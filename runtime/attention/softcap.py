@@ -6,7 +6,7 @@ N sequences, H key/value heads, G query heads for each, Q query rows, L keys, D 
 queries are the last Q of L positions. Only the scores of one tile of queries are in memory, in
 fp32; keys that no query of the tile sees are not read.
 
-Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, arXiv:2408.00118, section 2.
+Gemma Team, Gemma 2: Improving Open Language Models at a Practical Size, arXiv:2408.00118.
 """
 
 import torch
@@ -52,9 +52,7 @@ def capped_attention(
     return out
 
 
-def _hidden(
-    start: int, stop: int, first: int, window: int, device: torch.device
-) -> torch.Tensor:
+def _hidden(start: int, stop: int, first: int, window: int, device: torch.device) -> torch.Tensor:
     """(stop - start, stop - first) bool: True where the query at a position does not see a key."""
     query = torch.arange(start, stop, device=device)[:, None]
     key = torch.arange(first, stop, device=device)

@@ -60,9 +60,7 @@ def test_smoothing_sites_and_residual_writers_are_modules_of_the_block(
     assert sorted(consumers) == sorted(family.block_linears)  # each Linear in one site
     for site in family.smoothing_sites:
         rows = block.get_parameter(f"{site.producer}.weight").shape[0]
-        channels = rows - site.first_row(
-            rows, block.get_submodule(site.consumers[0]).in_features
-        )
+        channels = rows - site.first_row(rows, block.get_submodule(site.consumers[0]).in_features)
         for name in site.consumers:
             assert f"{name}.".startswith(f"{site.parent}.")
             width = block.get_submodule(name).in_features

@@ -108,7 +108,7 @@ def test_longrope_takes_its_long_factors_when_long_sequences_are_asked_for(
         picked = log_probs[:-1].gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         scores = load(path, max_model_len=limit).score([sequence])[0]
         torch.testing.assert_close(scores.double(), picked, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="130 prompt tokens .* exceed max_model_len 64"):
+    with pytest.raises(ValueError, match=r"130 prompt tokens .* exceed max_model_len 64"):
         load(path).score([prompts()[3]])
 
 

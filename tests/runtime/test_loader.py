@@ -151,7 +151,9 @@ def mixed(name: str) -> LinearScheme | None:
     return leaves.get(name.rpartition(".")[2])
 
 
-@pytest.mark.parametrize("architecture", ["llama-biased", "mistral", "qwen2", "qwen3", "phi3", "gemma2-biased", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama-biased", "mistral", "qwen2", "qwen3", "phi3", "gemma2-biased", "gemma3"]
+)
 @pytest.mark.parametrize("name", [*QUANTIZED_INPUTS, "mixed"])
 def test_every_linear_of_the_engine_computes_what_its_scheme_means(
     name: str,

@@ -64,7 +64,9 @@ def test_statistics_become_those_of_the_new_inputs(
     weights, statistics, _ = parts(scene)
     untouched = {name: tensor.clone() for name, tensor in weights.items()}
     changed, _ = apply_transform(method, weights, statistics, scene)
-    assert {f"{site.producer}.weight" for site in scene.family.smoothing_sites[:2]} <= changed.keys()
+    assert {
+        f"{site.producer}.weight" for site in scene.family.smoothing_sites[:2]
+    } <= changed.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in untouched.items())
     load(scene, changed)
     for shared, stats in statistics_of(scene).items():
