@@ -80,8 +80,8 @@ class Decoder:
         """Hidden states after the final norm, (T, H): what the head and draft heads read."""
         ropes = self._cos_sin(batch.positions)
         x = self.embedding(batch.token_ids)
-        if self.config.family.scaled_embedding:  # by a factor in the dtype of x, as it was trained
-            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
+        if self.config.family.scaled_embedding:  # by a factor rounded as x is: so it was trained
+            x = x * float(torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype))
         for i, layer in enumerate(self.layers):
             q, k, v = self._heads(layer, self._norm(x, layer.input_norm))
             q, k = self.ops.rotary(q, k, *ropes[self.config.rope_of[i]])

@@ -37,7 +37,11 @@ _ROPE_GEMMA3 = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "LlamaForCausalLM"},
     "llama-tied": {"architecture": "LlamaForCausalLM", "tied": True},
-    "llama3-rope": {"architecture": "LlamaForCausalLM", "rope_parameters": _ROPE_LLAMA3},
+    "llama3-rope": {
+        "architecture": "LlamaForCausalLM",
+        "rope_parameters": _ROPE_LLAMA3,
+        "head_dim": 20,
+    },
     "llama-biased": {"architecture": "LlamaForCausalLM", "attention_bias": True, "mlp_bias": True},
     "mistral": {"architecture": "MistralForCausalLM"},
     "mistral-window": {"architecture": "MistralForCausalLM", "sliding_window": 21},
@@ -60,7 +64,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"architecture": "Gemma2ForCausalLM", "tied": True},
     "gemma2-biased": {"architecture": "Gemma2ForCausalLM", "attention_bias": True},
     "gemma3": {"architecture": "Gemma3ForCausalLM", "tied": True},
-    "gemma3-scaled-rope": {"architecture": "Gemma3ForCausalLM", "rope_parameters": _ROPE_GEMMA3},
+    "gemma3-scaled-rope": {
+        "architecture": "Gemma3ForCausalLM",
+        "rope_parameters": _ROPE_GEMMA3,
+        "head_dim": 256,
+    },
 }
 
 
