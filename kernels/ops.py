@@ -55,7 +55,7 @@ class Ops(NamedTuple):
     """The operations of one backend."""
 
     backend: str
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rms_norm: Callable[..., torch.Tensor]
     rotary: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         tuple[torch.Tensor, torch.Tensor],

@@ -3,10 +3,10 @@
 Shapes (T tokens, Hq query heads, Hk key heads, D head_dim, even):
   q         (T, Hq, D)   fp16 | bf16 | fp32   contiguous rows, which may lie apart (a slice of a
   k         (T, Hk, D)   dtype of q           fused projection)
-  cos, sin  (T, D / 2)   fp32, contiguous     of each token's position
+  cos, sin  (T, R / 2)   fp32, contiguous     of each token's position, R <= D even
   q', k'    shapes and dtype of q and k; new tensors
-Mathematics: with x = [a, b] split in halves, x' = [a cos - b sin, b cos + a sin], in fp32, rounded
-once.
+Mathematics: with x = [a, b, c], a and b of R / 2 channels, c the D - R that are not rotated (none
+where R = D), x' = [a cos - b sin, b cos + a sin, c], in fp32, rounded once.
 Contract: a token's result depends on that token only.
 
 Su et al., RoFormer, arXiv:2104.09864.
@@ -29,9 +29,10 @@ def rotary_ref(
     """Oracle: `rotary` in float64, one rounding."""
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.double().chunk(2, dim=-1)
-        c, s = cos.double()[:, None], sin.double()[:, None]  # (T, 1, D / 2)
-        return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+        half = cos.shape[1]
+        a, b, rest = x.double().split_with_sizes((half, half, x.shape[-1] - 2 * half), dim=-1)
+        c, s = cos.double()[:, None], sin.double()[:, None]  # (T, 1, R / 2)
+        return torch.cat((a * c - b * s, b * c + a * s, rest), dim=-1).to(x.dtype)
 
     return rotate(q), rotate(k)
 
@@ -40,17 +41,23 @@ def rotary_ref(
 @triton.jit
 def _rotate_heads(
     x_ptr, y_ptr, cos, sin,
-    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     offs_h, offs_d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     mask = (offs_h < NUM_HEADS) & (offs_d < HALF)
-    offs = offs_h * (2 * HALF) + offs_d
+    offs = offs_h * HEAD_DIM + offs_d
     a = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)  # [BH, BD]
     b = tl.load(x_ptr + offs + HALF, mask=mask, other=0.0).to(tl.float32)  # [BH, BD]
     dtype = y_ptr.dtype.element_ty
     tl.store(y_ptr + offs, (a * cos - b * sin).to(dtype), mask=mask)
     tl.store(y_ptr + offs + HALF, (b * cos + a * sin).to(dtype), mask=mask)
+    if HEAD_DIM > 2 * HALF:
+        offs_r = 2 * HALF + tl.arange(0, BLOCK_R)[None, :]
+        rest = (offs_h < NUM_HEADS) & (offs_r < HEAD_DIM)
+        offs = offs_h * HEAD_DIM + offs_r
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=rest, other=0.0), mask=rest)
 
 
 # fmt: off
@@ -58,8 +65,9 @@ def _rotate_heads(
 def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, yq_ptr, yk_ptr,
     stride_qt, stride_kt,
-    NUM_Q_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr, NUM_K_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     # fmt: on
     # one program = all heads of one token
@@ -67,10 +75,16 @@ def _rotary_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     cos = tl.load(cos_ptr + t * HALF + offs_d, mask=offs_d < HALF, other=0.0)[None, :]  # [1, BD]
     sin = tl.load(sin_ptr + t * HALF + offs_d, mask=offs_d < HALF, other=0.0)[None, :]  # [1, BD]
-    yq_ptr += t * (NUM_Q_HEADS * 2 * HALF)
-    yk_ptr += t * (NUM_K_HEADS * 2 * HALF)
-    _rotate_heads(q_ptr + t * stride_qt, yq_ptr, cos, sin, NUM_Q_HEADS, HALF, BLOCK_Q, BLOCK_D)
-    _rotate_heads(k_ptr + t * stride_kt, yk_ptr, cos, sin, NUM_K_HEADS, HALF, BLOCK_K, BLOCK_D)
+    yq_ptr += t * (NUM_Q_HEADS * HEAD_DIM)
+    yk_ptr += t * (NUM_K_HEADS * HEAD_DIM)
+    q_ptr += t * stride_qt
+    k_ptr += t * stride_kt
+    _rotate_heads(
+        q_ptr, yq_ptr, cos, sin, NUM_Q_HEADS, HEAD_DIM, HALF, BLOCK_Q, BLOCK_D, BLOCK_R
+    )
+    _rotate_heads(
+        k_ptr, yk_ptr, cos, sin, NUM_K_HEADS, HEAD_DIM, HALF, BLOCK_K, BLOCK_D, BLOCK_R
+    )
 
 
 def rotary_triton(
@@ -82,33 +96,40 @@ def rotary_triton(
     check_tensor("k", k, shape=(num_tokens, None, head_dim), dtypes=(q.dtype,))
     if head_dim % 2:
         raise ValueError(f"q must have an even head_dim, got {head_dim}")
+    half = cos.shape[-1]
+    if not 0 < 2 * half <= head_dim:
+        raise ValueError(f"cos must have 1 to {head_dim // 2} columns, got {half}")
     for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, shape=(num_tokens, head_dim // 2), dtypes=(torch.float32,))
+        check_tensor(name, table, shape=(num_tokens, half), dtypes=(torch.float32,))
     check_rows("q", q)
     check_rows("k", k)
     yq, yk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if num_tokens:
-        constexprs, num_warps = _variant(num_q_heads, k.shape[1], head_dim)
+        constexprs, num_warps = _variant(num_q_heads, k.shape[1], head_dim, half)
         args = (q, k, cos.contiguous(), sin.contiguous(), yq, yk, q.stride(0), k.stride(0))
         _rotary_kernel[(num_tokens,)](*args, **constexprs, num_warps=num_warps)
     return yq, yk
 
 
-def _variant(num_q_heads: int, num_k_heads: int, head_dim: int) -> tuple[dict[str, int], int]:
+def _variant(
+    num_q_heads: int, num_k_heads: int, head_dim: int, half: int
+) -> tuple[dict[str, int], int]:
     """Compile-time constants and num_warps for these heads; ValueError if they are too many."""
-    half = head_dim // 2
-    block_q, block_k, block_d = map(triton.next_power_of_2, (num_q_heads, num_k_heads, half))
-    values = max(block_q, block_k) * block_d
+    sizes = (num_q_heads, num_k_heads, half, max(head_dim - 2 * half, 1))
+    block_q, block_k, block_d, block_r = map(triton.next_power_of_2, sizes)
+    values = max(block_q, block_k) * max(block_d, block_r)
     if values > _TILES[-1][0]:
         raise ValueError(f"q is too wide: {num_q_heads} heads of {head_dim}")
     num_warps = next(warps for largest, warps in _TILES if values <= largest)
     constexprs = {
         "NUM_Q_HEADS": num_q_heads,
         "NUM_K_HEADS": num_k_heads,
+        "HEAD_DIM": head_dim,
         "HALF": half,
         "BLOCK_Q": block_q,
         "BLOCK_K": block_k,
         "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
     }
     return constexprs, num_warps
 
@@ -117,26 +138,31 @@ def rotary_torch(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch `rotary`: queries and keys in one pass; the results are views of one tensor."""
-    heads = torch.cat((q, k), dim=1)
-    a, b = heads.float().chunk(2, dim=-1)
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, D / 2)
+    heads, half = torch.cat((q, k), dim=1), cos.shape[1]
+    a, b = heads[..., : 2 * half].float().chunk(2, dim=-1)
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, R / 2)
     rotated_a = torch.addcmul(a * c, b, s, value=-1)
     rotated_b = torch.addcmul(b * c, a, s)
     rotated = torch.cat((rotated_a, rotated_b), dim=-1).to(q.dtype)
+    if 2 * half < q.shape[2]:
+        rotated = torch.cat((rotated, heads[..., 2 * half :]), dim=-1)
     return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every row of the tile table: 9 heads over 3 of 64, 32 over 8 of 128, 256 over 256 of 256."""
+    """Every row of the tile table: 9 heads over 3 of 64, 32 over 8 of 128, 256 over 256 of 256; and
+    24 over 8 of 128, three quarters of which are rotated.
+    """
     types = dict.fromkeys(("q_ptr", "k_ptr", "yq_ptr", "yk_ptr"), "*bf16")
     types |= dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
     cases = []
-    for num_q_heads, num_k_heads, head_dim in ((9, 3, 64), (32, 8, 128), (256, 256, 256)):
-        constexprs, num_warps = _variant(num_q_heads, num_k_heads, head_dim)
+    whole, partial = ((9, 3, 64, 32), (32, 8, 128, 64), (256, 256, 256, 128)), (24, 8, 128, 48)
+    for num_q_heads, num_k_heads, head_dim, half in (*whole, partial):
+        constexprs, num_warps = _variant(num_q_heads, num_k_heads, head_dim, half)
         cases.append(
             CompileCase(
                 kernel=_rotary_kernel,
-                label=f"heads={num_q_heads}/{num_k_heads},head_dim={head_dim}",
+                label=f"heads={num_q_heads}/{num_k_heads},head_dim={head_dim},half={half}",
                 types=types,
                 constexprs=constexprs,
                 divisible=("stride_qt", "stride_kt"),

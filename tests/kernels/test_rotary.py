@@ -5,14 +5,18 @@ from compress.kernels.rotary import rotary_ref, rotary_torch, rotary_triton
 from tests.kernels.tolerance import DTYPES, assert_as_exact_as, dtype_id
 
 
-def make(num_tokens, num_q_heads, num_k_heads, head_dim, dtype, device):
-    """Queries and keys as slices of one fused projection, tables of scattered positions."""
+def make(num_tokens, num_q_heads, num_k_heads, head_dim, dtype, device, half=None):
+    """Queries and keys as slices of one fused projection, tables of scattered positions.
+
+    The first 2 * `half` channels are to be rotated, all of them if it is None.
+    """
+    half = half or head_dim // 2
     generator = torch.Generator().manual_seed(num_tokens + head_dim)
     num_heads = num_q_heads + 2 * num_k_heads
     qkv = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(device, dtype)
     q, k, _ = qkv.split((num_q_heads, num_k_heads, num_k_heads), dim=1)
     positions = torch.randint(0, 4000, (num_tokens, 1), generator=generator)
-    angles = positions * 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+    angles = positions * 10000.0 ** -(torch.arange(half) / half)
     return q, k, angles.cos().to(device), angles.sin().to(device)
 
 
@@ -34,6 +38,29 @@ def test_rotary_triton_matches_reference(
     results = zip(rotary_triton(q, k, cos, sin), rotary_torch(q, k, cos, sin), exact, strict=True)
     for got, torch_result, want in results:
         assert_as_exact_as(got, torch_result, want)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_q_heads, num_k_heads, head_dim, half",
+    [
+        pytest.param(17, 24, 8, 128, 48, id="T17-24over8-D128-R96"),
+        pytest.param(33, 5, 1, 20, 3, id="T33-5over1-D20-R6"),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rotary_of_the_first_channels_keeps_the_others(
+    num_tokens, num_q_heads, num_k_heads, head_dim, half, dtype, device, poisoned_empty
+):
+    q, k, cos, sin = make(num_tokens, num_q_heads, num_k_heads, head_dim, dtype, device, half)
+    first = slice(0, 2 * half)
+    exact = rotary_ref(q.double(), k.double(), cos, sin)
+    alone = rotary_ref(q[..., first].double(), k[..., first].double(), cos, sin)
+    results = zip(rotary_triton(q, k, cos, sin), rotary_torch(q, k, cos, sin), strict=True)
+    for x, (got, torch_result), want, part in zip((q, k), results, exact, alone, strict=True):
+        assert torch.equal(want[..., first], part)
+        assert_as_exact_as(got, torch_result, want)
+        for found in (got, torch_result):
+            assert torch.equal(found[..., 2 * half :], x[..., 2 * half :])
 
 
 @pytest.mark.parametrize("num_tokens, num_q_heads, num_k_heads, head_dim", SHAPES)
@@ -74,5 +101,7 @@ def test_rotary_triton_names_the_bad_argument(device):
         rotary_triton(q, k, cos.half(), sin)
     with pytest.raises(ValueError, match=r"sin must be float32 of shape \(3, 4\)"):
         rotary_triton(q, k, cos, sin[:, :3])
+    with pytest.raises(ValueError, match="cos must have 1 to 4 columns, got 5"):
+        rotary_triton(q, k, torch.ones(3, 5, device=device), torch.ones(3, 5, device=device))
     with pytest.raises(ValueError, match="q must have an even head_dim, got 7"):
         rotary_triton(q[..., :7].contiguous(), k[..., :7].contiguous(), cos, sin)
