@@ -1,11 +1,13 @@
 """Index tensors for `blockwise.py`: which blocks a batch reads, and how scores are regrouped.
 
-Made once per step and window on the host. S sequences, Q rows each (padded), N items, MB table
-entries per sequence, B block size; an item is one (sequence, block) pair.
+Made once per step and window on the host. S queries, Q rows each (padded), N items, MB table
+entries per query, B block size; a query is some consecutive rows of one sequence, an item one
+(query, block) pair.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -15,6 +17,19 @@ MAX_SHORT_QUERY = 8  # beyond it, padding every query to the longest costs more 
 MIN_RANGE_FILL = 0.5  # below it, the dead blocks inside a range cost more than a gather
 
 
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Batch rows [first_row, first_row + length) of one sequence, whose positions end at `end`.
+
+    `table` are the blocks of positions [0, end).
+    """
+
+    first_row: int
+    length: int
+    end: int
+    table: Sequence[int]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortPlan:
     """The short queries of a batch. Items are the blocks [first, last) of the pool, or `block_ids`.
@@ -22,14 +37,15 @@ class ShortPlan:
     rows        (S * Q,) int64       padded query -> batch row
     is_real     (S * Q,) bool        False where a shorter query repeats its last row; None: all
     block_ids   (N,) int64 or None   blocks to gather, None if the pool range is read in place
-    owner       (N,) int64           item -> sequence, any for an item that nobody owns
+    owner       (N,) int64           item -> query, any for an item that nobody owns
     item_of     (S * MB,) int64      table entry -> item, any for an entry past the end
     entry_of    (N,) int64           item -> table entry, any for an item that nobody owns
-    membership  (S, N) fp32          1 where the sequence owns the item, else 0
+    membership  (S, N) fp32          1 where the query owns the item, else 0
+    entries     one per j < MB       (queries that have an entry j, or None: all; their items)
     mask        (S, 1, Q, 1, MB, B)  fp32: 0 where query sees key, else -inf
     """
 
-    num_sequences: int
+    num_queries: int
     query_len: int
     num_entries: int
     first: int
@@ -41,6 +57,7 @@ class ShortPlan:
     item_of: torch.Tensor
     entry_of: torch.Tensor
     membership: torch.Tensor
+    entries: list[tuple[torch.Tensor | None, torch.Tensor]]
     mask: torch.Tensor
     in_order: bool  # items are the table entries, in order: nothing to regroup
 
@@ -61,13 +78,30 @@ class LongPlan:
     mask: torch.Tensor | None = None
 
 
-def plan_short(batch: Batch, sequences: list[int], block_size: int, window: int) -> ShortPlan:
-    """Plan the queries of `sequences`, given by their index in the batch."""
-    query_lens = [batch.host_query_lens[s] for s in sequences]
-    ends = [batch.host_context_lens[s] for s in sequences]
-    starts = [end - length for end, length in zip(ends, query_lens, strict=True)]
+def queries_of(
+    batch: Batch, sequences: Sequence[int], block_size: int, *, tile: int | None = None
+) -> list[Query]:
+    """The new rows of `sequences`, given by their index in the batch; `tile` rows at most each."""
+    starts = _row_starts(batch)
+    queries = []
+    for s in sequences:
+        length, end = batch.host_query_lens[s], batch.host_context_lens[s]
+        step = tile or length
+        for done in range(0, length, step):
+            rows = min(step, length - done)
+            last = end - length + done + rows
+            table = batch.host_block_tables[s][: -(-last // block_size)]
+            queries.append(Query(starts[s] + done, rows, last, table))
+    return queries
+
+
+def plan_short(
+    queries: Sequence[Query], block_size: int, window: int, *, min_rows: int = 1
+) -> ShortPlan:
+    """Plan `queries` as one batch of `min_rows` rows or more each: short ones repeat their last."""
+    starts = [query.end - query.length for query in queries]
     skipped = [max(start - window + 1, 0) // block_size if window else 0 for start in starts]
-    tables = [batch.host_block_tables[s][skip:] for s, skip in zip(sequences, skipped, strict=True)]
+    tables = [query.table[skip:] for query, skip in zip(queries, skipped, strict=True)]
     num_entries = max(len(table) for table in tables)
     entries = [(block, s, j) for s, table in enumerate(tables) for j, block in enumerate(table)]
     first, last, block_ids, item_of_block = _choose_items([block for block, _, _ in entries])
@@ -80,25 +114,27 @@ def plan_short(batch: Batch, sequences: list[int], block_size: int, window: int)
         owner[item], entry_of[item] = s, s * num_entries + j
         item_of[s * num_entries + j] = item
         membership[s, item] = 1.0
-    query_len = max(query_lens)
-    rows = _padded_rows(batch, sequences, query_len)
+    query_len = max(min_rows, *(query.length for query in queries))
     positions = [
-        [min(start + i, end - 1) for i in range(query_len)]
-        for start, end in zip(starts, ends, strict=True)
+        [min(start + i, query.end - 1) for i in range(query_len)]
+        for start, query in zip(starts, queries, strict=True)
     ]
     return ShortPlan(
-        num_sequences=len(tables),
+        num_queries=len(tables),
         query_len=query_len,
         num_entries=num_entries,
         first=first,
         last=last,
-        rows=torch.tensor(rows),
-        is_real=_real_rows(query_lens, query_len),
+        rows=torch.tensor(
+            [q.first_row + min(i, q.length - 1) for q in queries for i in range(query_len)]
+        ),
+        is_real=_real_rows([query.length for query in queries], query_len),
         block_ids=block_ids,
         owner=torch.tensor(owner),
         item_of=torch.tensor(item_of),
         entry_of=torch.tensor(entry_of),
         membership=membership,
+        entries=_by_entry(tables, item_of, num_entries),
         mask=_short_mask(positions, skipped, num_entries, block_size, window),
         in_order=item_of == list(range(num_items)),
     )
@@ -106,9 +142,7 @@ def plan_short(batch: Batch, sequences: list[int], block_size: int, window: int)
 
 def plan_long(batch: Batch, sequences: list[int], block_size: int, window: int) -> list[LongPlan]:
     """Plan the queries of `sequences`; neighbouring whole prompts of one length go together."""
-    row_starts = [0]
-    for length in batch.host_query_lens:
-        row_starts.append(row_starts[-1] + length)
+    row_starts = _row_starts(batch)
     plans: list[LongPlan] = []
     for s in sequences:
         query_len, context_len = batch.host_query_lens[s], batch.host_context_lens[s]
@@ -149,13 +183,20 @@ def _choose_items(blocks: list[int]) -> tuple[int, int, torch.Tensor | None, int
     return first, last, None, first
 
 
-def _padded_rows(batch: Batch, sequences: list[int], query_len: int) -> list[int]:
-    row_starts = [0]
-    for length in batch.host_query_lens:
-        row_starts.append(row_starts[-1] + length)
-    return [
-        min(row_starts[s] + i, row_starts[s + 1] - 1) for s in sequences for i in range(query_len)
-    ]
+def _row_starts(batch: Batch) -> list[int]:
+    return [0, *accumulate(batch.host_query_lens)]
+
+
+def _by_entry(
+    tables: Sequence[Sequence[int]], item_of: Sequence[int], num_entries: int
+) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+    """For each j: the queries whose table has an entry j (None: all), and the items of those."""
+    rows = []
+    for j in range(num_entries):
+        owners = [s for s, table in enumerate(tables) if j < len(table)]
+        items = torch.tensor([item_of[s * num_entries + j] for s in owners])
+        rows.append((None if len(owners) == len(tables) else torch.tensor(owners), items))
+    return rows
 
 
 def _real_rows(query_lens: Sequence[int], query_len: int) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
 """Paged attention on a CPU, block by block, without gathering keys and values.
 
-Notation: T rows, S sequences, Q rows of a sequence, N cache blocks read, H key/value heads,
-G query heads per key/value head, B block size, D head_dim, L keys of the longest sequence.
+Notation: T rows, S queries (sequences, or parts of one), Q rows of a query, N cache blocks read,
+H key/value heads, G query heads per key/value head, B block size, D head_dim, L keys of the longest
+sequence.
 
 Short queries (decoding, and the verification of a few drafted tokens). Every (sequence, block) pair
 is one item of a batched product, and a range of the pool is its items without a copy:
@@ -16,6 +17,13 @@ the pool, or two sequences share one, they are gathered first; the rest is the s
 Long queries (prompts) go through `scaled_dot_product_attention`: a whole prompt over its own rows,
 a later chunk over the gathered blocks of its sequence. It knows no soft cap: where scores have
 one, `softcap.py` takes its place.
+
+With `deterministic` a row has the same bits whatever shares its batch, and however its sequence is
+cut: long queries go the way of short ones, a tile of 64 rows at a time; the partial sums of `o` are
+added in fp32 in the order of the blocks, not by a product with a matrix of memberships; and in fp32
+no product has fewer than 16 rows, which MKL adds up in another order. All else is independent of
+the batch already: a row of a product with 64 keys, and a softmax whose rows end in any number of
+hidden blocks.
 
 The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q. The blocks
 of a float8 pool are converted to that dtype as they are read.
@@ -32,21 +40,27 @@ from compress.runtime.attention.block_plan import (
     ShortPlan,
     plan_long,
     plan_short,
+    queries_of,
 )
 from compress.runtime.attention.softcap import capped_attention
 from compress.runtime.batch import Batch
+
+_TILE = 64  # rows of a long query at a time, if deterministic
+_MIN_PRODUCT_ROWS = {torch.bfloat16: 1, torch.float16: 16, torch.float32: 16}
 
 
 class BlockwiseAttention:
     """Attention backend for CPUs."""
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPool, *, deterministic: bool = False) -> None:
         self._spec = spec
         self._pool = pool
+        self._deterministic = deterministic
         self._block_size = pool.k.shape[3]
         self._group = spec.num_heads // spec.num_kv_heads
         self._short: dict[int, _ShortStep] = {}  # window -> plan
         self._long: dict[int, list[LongPlan]] = {}
+        self._tiles: dict[int, list[ShortPlan]] = {}
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, batch: Batch) -> None:
@@ -58,12 +72,24 @@ class BlockwiseAttention:
         # The pool is indexed by (block, offset) in every layer: split the slots once.
         self._slots = (batch.slots // size, batch.slots % size)
         self._short.clear()
-        self._long.clear()
+        rows = _MIN_PRODUCT_ROWS[self._pool.dtype] if self._deterministic else 1
+        min_rows = -(-rows // self._group)
         for window in set(self._spec.windows):
             if short:
-                plan = plan_short(batch, short, size, window)
-                self._short[window] = _ShortStep(plan, self._spec, self._pool.dtype)
-            self._long[window] = plan_long(batch, long, size, window)
+                plan = plan_short(queries_of(batch, short, size), size, window, min_rows=min_rows)
+                self._short[window] = self._step(plan)
+            if self._deterministic:
+                tiles = queries_of(batch, long, size, tile=_TILE)
+                self._tiles[window] = [
+                    plan_short([tile], size, window, min_rows=min_rows) for tile in tiles
+                ]
+                self._long[window] = []
+            else:
+                self._tiles[window] = []
+                self._long[window] = plan_long(batch, long, size, window)
+
+    def _step(self, plan: ShortPlan) -> "_ShortStep":
+        return _ShortStep(plan, self._spec, self._pool.dtype, ordered=self._deterministic)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -86,18 +112,16 @@ class BlockwiseAttention:
         """Every query of the batch over the pool, or over its own `k` and `v` as they are in it."""
         k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
         window = self._spec.windows[layer]
-        short, long = self._short.get(window), self._long[window]
+        short, long, tiles = self._short.get(window), self._long[window], self._tiles[window]
         if short is not None and short.covers_batch(q):
             return short.attend(q, k_pool, v_pool)
         if short is None and len(long) == 1:
             return self._attend_long(long[0], q, k, v, k_pool, v_pool, window)
         out = torch.empty_like(q)
         if short is not None:
-            attended = short.attend(q.index_select(0, short.plan.rows), k_pool, v_pool)
-            rows, is_real = short.plan.rows, short.plan.is_real
-            if is_real is not None:
-                rows, attended = rows[is_real], attended[is_real]
-            out[rows] = attended
+            short.attend_rows(q, k_pool, v_pool, out)
+        for tile in tiles:  # one at a time: their scores are large
+            self._step(tile).attend_rows(q, k_pool, v_pool, out)
         for plan in long:
             rows_end = plan.start + plan.count * plan.query_len
             sliced = slice(plan.start, rows_end)
@@ -142,15 +166,21 @@ class BlockwiseAttention:
 
 
 class _ShortStep:
-    """The short queries of one step: the plan and the buffers that its layers share."""
+    """The short queries of one step: the plan and the buffers that its layers share.
 
-    def __init__(self, plan: ShortPlan, spec: AttentionSpec, dtype: torch.dtype) -> None:
+    `ordered` adds the partial outputs of a query in the order of its blocks.
+    """
+
+    def __init__(
+        self, plan: ShortPlan, spec: AttentionSpec, dtype: torch.dtype, *, ordered: bool
+    ) -> None:
         self.plan = plan
+        self._ordered = ordered
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
         block_size = plan.mask.shape[-1]
         by_sequence = (
-            plan.num_sequences,
+            plan.num_queries,
             spec.num_kv_heads,
             plan.query_len,
             self._group,
@@ -159,7 +189,7 @@ class _ShortStep:
         )
         self._scores = torch.empty(by_sequence)
         self._probs = torch.empty_like(self._scores)
-        by_entry = (plan.num_sequences, plan.num_entries, *by_sequence[1:4], block_size)
+        by_entry = (plan.num_queries, plan.num_entries, *by_sequence[1:4], block_size)
         self._probs_by_entry = torch.empty(by_entry, dtype=dtype)
         self._membership = plan.membership.to(dtype)
 
@@ -167,10 +197,20 @@ class _ShortStep:
         """Whether the rows of the batch are exactly the padded queries, in order."""
         return self.plan.is_real is None and len(self.plan.rows) == len(q)
 
+    def attend_rows(
+        self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Attend with the planned rows of `q` (T, H * G, D), and write those of `out`."""
+        rows, is_real = self.plan.rows, self.plan.is_real
+        attended = self.attend(q.index_select(0, rows), k_pool, v_pool)
+        if is_real is not None:
+            rows, attended = rows[is_real], attended[is_real]
+        out[rows] = attended
+
     def attend(self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor) -> torch.Tensor:
         """Queries (S * Q, H * G, D) over the pools (num_blocks, H, B, D); same shape out."""
         plan, group, heads = self.plan, self._group, self._spec.num_kv_heads
-        num_sequences, query_len, entries = plan.num_sequences, plan.query_len, plan.num_entries
+        num_queries, query_len, entries = plan.num_queries, plan.query_len, plan.num_entries
         block_size, head_dim = k_pool.shape[2:]
         rows = query_len * group
         if plan.block_ids is None:
@@ -179,10 +219,10 @@ class _ShortStep:
             k, v = k_pool.index_select(0, plan.block_ids), v_pool.index_select(0, plan.block_ids)
         k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
         items = len(plan.owner)
-        queries = q.view(num_sequences, query_len, heads, group, head_dim)
+        queries = q.view(num_queries, query_len, heads, group, head_dim)
         if query_len > 1:
             queries = queries.transpose(1, 2)
-        queries = queries.reshape(num_sequences, heads * rows * head_dim)
+        queries = queries.reshape(num_queries, heads * rows * head_dim)
         queries = queries.index_select(0, plan.owner).view(items * heads, rows, head_dim)
 
         keys = k.view(items * heads, block_size, head_dim).transpose(1, 2)
@@ -192,16 +232,19 @@ class _ShortStep:
         s = s.view(items, heads * rows * block_size)
         if not plan.in_order:
             s = s.index_select(0, plan.item_of)
-        s = s.view(num_sequences, entries, heads, query_len, group, block_size)
+        s = s.view(num_queries, entries, heads, query_len, group, block_size)
         s, cap = s.permute(0, 2, 3, 4, 1, 5), self._spec.softcap
-        if cap:
+        if cap and self._ordered:  # tanh(x) = 2 sigmoid(2x) - 1: MKL's tanh depends on the place
+            self._scores.copy_(s).mul_(2 * self._spec.scale / cap).sigmoid_().sub_(0.5)
+            torch.add(plan.mask, self._scores, alpha=2 * cap, out=self._scores)
+        elif cap:
             self._scores.copy_(s).mul_(self._spec.scale / cap).tanh_()
             torch.add(plan.mask, self._scores, alpha=cap, out=self._scores)
         else:
             torch.add(plan.mask, s, alpha=self._spec.scale, out=self._scores)
         torch.softmax(self._scores.flatten(4), dim=-1, out=self._probs.flatten(4))
         self._probs_by_entry.copy_(self._probs.permute(0, 4, 1, 2, 3, 5))
-        p = self._probs_by_entry.view(num_sequences * entries, heads * rows * block_size)
+        p = self._probs_by_entry.view(num_queries * entries, heads * rows * block_size)
         if not plan.in_order:
             p = p.index_select(0, plan.entry_of)
 
@@ -209,12 +252,26 @@ class _ShortStep:
             p.view(items * heads, rows, block_size), v.view(items * heads, block_size, head_dim)
         )
         o = o.view(items, heads * rows * head_dim)
-        alone = num_sequences == 1 and plan.in_order
-        o = o.sum(0, keepdim=True) if alone else self._membership @ o
-        o = o.view(num_sequences, heads, query_len, group, head_dim)
+        o = self._sum_by_query(o).to(q.dtype)
+        o = o.view(num_queries, heads, query_len, group, head_dim)
         if query_len > 1:
             o = o.transpose(1, 2)
-        return o.reshape(num_sequences * query_len, heads * group, head_dim)
+        return o.reshape(num_queries * query_len, heads * group, head_dim)
+
+    def _sum_by_query(self, o: torch.Tensor) -> torch.Tensor:
+        """(S, ...) sums over the items of each query, from partial outputs (N, ...)."""
+        plan = self.plan
+        if not self._ordered:
+            alone = plan.num_queries == 1 and plan.in_order
+            return o.sum(0, keepdim=True) if alone else self._membership @ o
+        total = torch.zeros(plan.num_queries, o.shape[1])
+        for queries, items in plan.entries:
+            part = o.index_select(0, items).float()
+            if queries is None:
+                total += part
+            else:
+                total.index_add_(0, queries, part)
+        return total
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor, context_len: int) -> torch.Tensor:
