@@ -1,13 +1,13 @@
 """Copy blocks of the paged pool to other blocks, in every layer: copy-on-write of shared blocks.
 
 Shapes (L layers, NB blocks, P pairs):
-  pool   (L, NB, ...)  any dtype, contiguous; changed in place. Keys or values (L, NB, Hk, BS, D), or
-                       their scales (L, NB, Hk, BS)
+  pool   (L, NB, ...)  any dtype, contiguous; changed in place. Keys or values (L, NB, Hk, BS, D),
+                       or their scales (L, NB, Hk, BS)
   pairs  (P, 2)        int64, contiguous   source and destination block
 Mathematics: pool[:, pairs[:, 1]] = pool[:, pairs[:, 0]], bit by bit.
 Contract: blocks are 0 .. NB - 1; destinations are distinct, and none is a source of another pair,
-so that the order of copies does not matter. torch raises ValueError if this is broken. Triton, which
-does not wait for the GPU to look, leaves out a pair with a block outside the pool.
+so that the order of copies does not matter. torch raises ValueError if this is broken. Triton,
+which does not wait for the GPU to look, leaves out a pair with a block outside the pool.
 
 Triton copies words of 4 bytes, 4 at a time; bytes, where the size of a block has no such words.
 """

@@ -7,7 +7,8 @@ Shapes (T tokens, V vocabulary, H hidden):
 Mathematics: y = table[token_ids] * scale. `scale` is rounded to the dtype of the table first, and
 the product then, as transformers does; a scale of 1 copies.
 Contract: a token's result depends on that token only. Ids outside 0 .. V - 1 are never read with:
-torch on a CPU raises IndexError; Triton, which does not wait for the GPU to look, gives rows of NaN.
+torch on a CPU raises IndexError; Triton, which does not wait for the GPU to look, gives rows of
+NaN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -1,12 +1,12 @@
 """RMS normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
 Shapes (T tokens, H hidden):
-  x, residual  (T, H)  fp16 | bf16 | fp32   contiguous rows, which may lie apart (a slice of columns)
+  x, residual  (T, H)  fp16 | bf16 | fp32   contiguous rows, which may lie apart
   weight       (H,)    dtype of x
   y, summed    (T, H)  dtype of x, contiguous
 Mathematics: the mean of squares and the division are in fp32.
-  rms_norm      The quotient is rounded to the dtype of x *before* it is multiplied by the weight, as
-                Llama does. Multiplying first, as a fused `torch.nn.functional.rms_norm` does,
+  rms_norm      The quotient is rounded to the dtype of x *before* it is multiplied by the weight,
+                as Llama does. Multiplying first, as a fused `torch.nn.functional.rms_norm` does,
                 differs in the last bit of about a quarter of the elements.
                 With `unit_offset`, Gemma's form: y = quotient * (1 + weight) in fp32, rounded once.
   add_rms_norm  summed = x + residual, rounded to the dtype of x: the new residual stream;
@@ -116,10 +116,7 @@ def normalise(x, weight_ptr, offs, hidden, eps, dtype: tl.constexpr, UNIT_OFFSET
     weight = tl.load(weight_ptr + offs, mask=offs < hidden, other=0.0).to(tl.float32)  # [1, C]
     mean = tl.sum(x * x, axis=1, keep_dims=True) / hidden  # [R, 1]
     normed = x * tl.rsqrt(mean + eps)
-    if UNIT_OFFSET:
-        y = normed * (1.0 + weight)
-    else:
-        y = normed.to(dtype).to(tl.float32) * weight
+    y = normed * (1.0 + weight) if UNIT_OFFSET else normed.to(dtype).to(tl.float32) * weight
     return y.to(dtype).to(tl.float32)
 
 
@@ -129,7 +126,8 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr,
     num_rows, hidden, eps,
     stride_xt, stride_rt,
-    HAS_RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
     # one program = ROWS rows

@@ -2,14 +2,14 @@
 
 Shapes (T tokens, Hq query heads, Hk key heads, D head_dim, R <= D values that rotate, even;
 NB blocks of BS tokens):
-  q               (T, Hq, D)       fp16 | bf16 | fp32   contiguous rows, which may lie apart (a slice
-  k, v            (T, Hk, D)       dtype of q           of a fused projection)
+  q               (T, Hq, D)       fp16 | bf16 | fp32   contiguous rows, which may lie apart (a
+  k, v            (T, Hk, D)       dtype of q           slice of a fused projection)
   cos, sin        (T, R / 2)       fp32   of each token's position
   q', k'          shapes and dtype of q and k; new tensors
   k_pool, v_pool  (NB, Hk, BS, D)  dtype of q, contiguous; changed in place
   slots           (T,)             int64  block * BS + offset of each token; negative: skip it
-Mathematics: with [a, b] = x[:R] split in halves, x' = [a cos - b sin, b cos + a sin, x[R:]], in fp32,
-rounded once. R < D is partial rotary embedding (Phi).
+Mathematics: with [a, b] = x[:R] split in halves, x' = [a cos - b sin, b cos + a sin, x[R:]], in
+fp32, rounded once. R < D is partial rotary embedding (Phi).
   rotary           gives q' and k'.
   rotary_kv_write  gives q', and writes k' and v as `kv_write` does, k_pool[slots // BS, :, slots %
                    BS] = k', in the same pass.

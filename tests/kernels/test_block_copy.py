@@ -139,5 +139,5 @@ def test_the_bad_argument_is_named(run, device):
 
 def test_triton_wants_pairs_beside_the_pool(device):
     pool = make((2, 5, 8), torch.float32, device)
-    with pytest.raises(ValueError, match="pairs must be on .*, as pool is, got meta"):
+    with pytest.raises(ValueError, match=r"pairs must be on .*, as pool is, got meta"):
         copy_blocks_triton(pool, torch.empty(1, 2, dtype=torch.int64, device="meta"))

@@ -96,5 +96,5 @@ def test_triton_names_the_bad_argument(device):
         embed_tokens_triton(ids, table.double())
     with pytest.raises(ValueError, match="table must be contiguous"):
         embed_tokens_triton(ids, table.T)
-    with pytest.raises(ValueError, match="token_ids must be on .*, as table is, got meta"):
+    with pytest.raises(ValueError, match=r"token_ids must be on .*, as table is, got meta"):
         embed_tokens_triton(ids.to("meta"), table)

@@ -138,7 +138,7 @@ def test_gated_mul_triton_names_the_bad_argument(run, device):
         run(torch.zeros(2, 7, device=device))
     with pytest.raises(ValueError, match="gate_up must be float16 or bfloat16 or float32"):
         run(torch.zeros(2, 8, dtype=torch.int32, device=device))
-    with pytest.raises(ValueError, match="unknown activation 'swish' .*silu"):
+    with pytest.raises(ValueError, match=r"unknown activation 'swish' .*silu"):
         run(torch.zeros(2, 8, device=device), "swish")
 
 
