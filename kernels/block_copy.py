@@ -12,7 +12,7 @@ which does not wait for the GPU to look, leaves out a pair with a block outside 
 Triton copies words of 4 bytes, 4 at a time; bytes, where the size of a block has no such words.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from functools import partial
 from math import prod

@@ -21,10 +21,11 @@ Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202. Hendrycks and Gimpe
 Linear Units, arXiv:1606.08415.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ from compress.kernels.rms_norm import MAX_HIDDEN, row_tile
 from compress.lookup import lookup
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 # 8 values per thread: 16-byte loads at 2 bytes per value. Not yet timed on a card.
 _BLOCK, _NUM_WARPS = 1024, 4
@@ -55,7 +57,7 @@ _BLOCK, _NUM_WARPS = 1024, 4
 # Largest I that one program quantizes without spilling: the erf takes registers.
 _MAX_QUANTIZED = {"silu": MAX_HIDDEN, "gelu_tanh": MAX_HIDDEN, "gelu": MAX_HIDDEN // 2}
 
-_TORCH = {
+_TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -192,8 +194,7 @@ def gated_mul_torch(gate_up: torch.Tensor, activation: Activation = "silu") -> t
     """Torch `gated_mul`: two operations, no copy of the halves."""
     activate = lookup(_TORCH, activation, "activation")
     gate, up = gate_up.chunk(2, dim=-1)
-    y: torch.Tensor = activate(gate)
-    return y.mul_(up)
+    return activate(gate).mul_(up)
 
 
 def gated_mul_quantize_torch(
@@ -207,7 +208,7 @@ def compile_cases() -> list[CompileCase]:
     """Every activation at every tile."""
     types = {"gate_up_ptr": "*bf16", "y_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32"}
     cases = []
-    for activation in _TORCH:
+    for activation in _ACTIVATIONS:
         cases.append(
             CompileCase(
                 kernel=_gated_mul_kernel,
@@ -257,7 +258,7 @@ def bench_cases() -> list[BenchCase]:
 
     cases = []
     for num_rows, goal in ((8192, 0.85), (64, None)):
-        for activation in _TORCH:
+        for activation in _ACTIVATIONS:
             cases.append(
                 BenchCase(
                     label=f"gated_mul {activation} {num_rows}x14336",

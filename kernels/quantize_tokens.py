@@ -21,7 +21,7 @@ compiler would load for stores of 16 codes, and sum squares in another order.
 Xiao et al., SmoothQuant, arXiv:2211.10438, section 3 (per-token activations).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from functools import partial
 from typing import Any

@@ -21,7 +21,7 @@ same functions in the same layout.
 Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from itertools import product
 from typing import NamedTuple

@@ -19,7 +19,7 @@ NB * BS. Triton does not check the slots, which would wait for the GPU; torch ra
 Su et al., RoFormer, arXiv:2104.09864.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from functools import partial
 
