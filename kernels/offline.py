@@ -26,7 +26,7 @@ from compress.kernels.jit import CompileCase, triton
 KERNEL_MODULES = (
     "rms_norm",
     "rotary",
-    "silu_mul",
+    "gated_mul",
     "kv_write",
     "paged_attention",
     "wna16",

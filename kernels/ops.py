@@ -22,9 +22,9 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.rotary:rotary_torch",
         "triton": "compress.kernels.rotary:rotary_triton",
     },
-    "silu_mul": {
-        "torch": "compress.kernels.silu_mul:silu_mul_torch",
-        "triton": "compress.kernels.silu_mul:silu_mul_triton",
+    "gated_mul": {
+        "torch": "compress.kernels.gated_mul:gated_mul_torch",
+        "triton": "compress.kernels.gated_mul:gated_mul_triton",
     },
     "kv_write": {
         "torch": "compress.kernels.kv_write:kv_write_torch",
@@ -60,7 +60,7 @@ class Ops(NamedTuple):
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         tuple[torch.Tensor, torch.Tensor],
     ]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    gated_mul: Callable[..., torch.Tensor]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: Callable[..., torch.Tensor]
     wna16: Callable[..., torch.Tensor]

@@ -81,7 +81,7 @@ class Decoder:
             q, k = self.ops.rotary(q, k, cos, sin)
             x = x + layer.o(attention.forward(q, k, v, i).flatten(1))
             gate_up = layer.gate_up(self.ops.rms_norm(x, layer.post_attention_norm, eps))
-            x = x + layer.down(self.ops.silu_mul(gate_up))
+            x = x + layer.down(self.ops.gated_mul(gate_up))
         return self.ops.rms_norm(x, self.final_norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
