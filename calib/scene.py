@@ -119,24 +119,31 @@ def check_consumers(scene: BlockScene, sites: Sequence[SmoothingSite]) -> None:
     """Raise ValueError if a module reads the output of a site's producer but is not on its list.
 
     One call of the block is followed. A reader got the very storage that the producer filled, whole
-    or as a view; a module that contains consumers may pass it on to them.
+    or as a view; a module that contains consumers may pass it on to them. Of a fused producer only
+    the columns that the site means count.
     """
-    outputs: dict[int, SmoothingSite] = {}
+    outputs: dict[int, tuple[SmoothingSite, int]] = {}  # by storage: site, width of a row
     kept: list[torch.Tensor] = []  # storage that is still in use is not handed out again
 
     def note(site: SmoothingSite, output: torch.Tensor) -> None:
         kept.append(output)
-        outputs[output.untyped_storage().data_ptr()] = site
+        outputs[output.untyped_storage().data_ptr()] = site, output.shape[-1]
 
     def inspect(name: str, arguments: Any) -> None:
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, torch.Tensor):
-                site = outputs.get(leaf.untyped_storage().data_ptr())
-                if site and not any(_inside(consumer, name) for consumer in site.consumers):
+                site, width = outputs.get(leaf.untyped_storage().data_ptr(), (None, 0))
+                if site is None or not _reads(leaf, first_column(site, width), width):
+                    continue
+                if not any(_inside(consumer, name) for consumer in site.consumers):
                     raise ValueError(
                         f"block {scene.index}: {name} reads the output of {site.producer} too, but"
                         " is not among its consumers in models/family.py; scaling would change it"
                     )
+
+    def first_column(site: SmoothingSite, width: int) -> int:
+        in_features = scene.module.get_parameter(f"{site.consumers[0]}.weight").shape[1]
+        return site.first_row(width, in_features)
 
     handles = []
     for name, module in scene.module.named_modules():
@@ -193,6 +200,12 @@ def _recording(block: nn.Module, records: dict[str, list[RecordedCall]]) -> Iter
 
 def _pre_hook(inspect: Any, name: str) -> Any:
     return lambda _, args, kwargs: inspect(name, (args, kwargs))
+
+
+def _reads(view: torch.Tensor, first: int, width: int) -> bool:
+    """Whether a view of rows of `width` may hold columns from `first` on."""
+    begin = view.storage_offset() % width
+    return first == 0 or view.stride(-1) != 1 or begin + view.shape[-1] > first
 
 
 def _inside(name: str, module: str) -> bool:

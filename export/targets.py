@@ -16,7 +16,7 @@ from compress.export.compressed_tensors import INT, PACKED, storage_of
 from compress.export.formats import format_of, read_kv_cache
 from compress.export.patterns import is_embedding
 from compress.lookup import lookup
-from compress.models.family import FAMILIES
+from compress.models.family import FAMILIES, is_tied
 from compress.scheme import PER_CHANNEL, LinearScheme
 
 _KERNEL_GROUPS = (PER_CHANNEL, 32, 64, 128)
@@ -119,21 +119,31 @@ def _activations(case: _Case) -> Iterator[str]:
 
 
 def _blocks(case: _Case) -> Iterator[str]:
-    """A stacked matrix has one grid of blocks, so each part of it must be whole blocks."""
+    """A stacked matrix has one grid of blocks, so each part of it must be whole blocks.
+
+    A fused one is cut into its parts, which are loaded as if they had been stacked.
+    """
     family = FAMILIES.get((case.config.get("architectures") or [""])[0])
     stacks = family.shared_inputs if family else ()
     stacked = {name for shared in stacks if len(shared.linears) > 1 for name in shared.linears}
+    fused = [site for site in family.smoothing_sites if site.part] if family else []
     bad = []
     for name, scheme in case.schemes.items():
         if (size := scheme.weights.block_size) is None:
             continue
         out_features, in_features = case.shapes[name]
         is_stacked = any(name.endswith(f".{local}") for local in stacked)
-        if in_features % size or (is_stacked and out_features % size):
+        sizes = [in_features, *([out_features] if is_stacked else [])]
+        for site in fused:
+            block = name.removesuffix(site.producer)
+            if name != block and (reader := case.shapes.get(block + site.consumers[0])):
+                first = site.first_row(out_features, reader[1])
+                sizes += [first, out_features - first]
+        if any(length % size for length in sizes):
             bad.append(name)
     if bad:
         yield (
-            f"{_some(bad)}: inputs, and outputs of stacked Linears, must be whole blocks;"
+            f"{_some(bad)}: inputs, and outputs of stacked or fused Linears, must be whole blocks;"
             " use float8 per channel"
         )
 
@@ -206,7 +216,7 @@ def _actorder(case: _Case) -> Iterator[str]:
 
 def _vllm_embedding(case: _Case) -> Iterator[str]:
     for name in filter(is_embedding, case.schemes):
-        if case.config.get("tie_word_embeddings"):
+        if is_tied(case.config):
             yield f"{name}: vLLM cannot use a packed embedding as the tied head; leave it in float"
         elif storage_of(case.schemes[name]) != PACKED:
             yield f"{name}: vLLM packs embeddings as integers only, without activations"

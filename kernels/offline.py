@@ -27,6 +27,8 @@ KERNEL_MODULES = (
     "rms_norm",
     "rotary",
     "gated_mul",
+    "embedding",
+    "block_copy",
     "kv_write",
     "paged_attention",
     "wna16",

@@ -26,6 +26,26 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.gated_mul:gated_mul_torch",
         "triton": "compress.kernels.gated_mul:gated_mul_triton",
     },
+    "add_rms_norm": {
+        "torch": "compress.kernels.rms_norm:add_rms_norm_torch",
+        "triton": "compress.kernels.rms_norm:add_rms_norm_triton",
+    },
+    "rotary_kv_write": {
+        "torch": "compress.kernels.rotary:rotary_kv_write_torch",
+        "triton": "compress.kernels.rotary:rotary_kv_write_triton",
+    },
+    "gated_mul_quantize": {
+        "torch": "compress.kernels.gated_mul:gated_mul_quantize_torch",
+        "triton": "compress.kernels.gated_mul:gated_mul_quantize_triton",
+    },
+    "embed_tokens": {
+        "torch": "compress.kernels.embedding:embed_tokens_torch",
+        "triton": "compress.kernels.embedding:embed_tokens_triton",
+    },
+    "copy_blocks": {
+        "torch": "compress.kernels.block_copy:copy_blocks_torch",
+        "triton": "compress.kernels.block_copy:copy_blocks_triton",
+    },
     "kv_write": {
         "torch": "compress.kernels.kv_write:kv_write_torch",
         "triton": "compress.kernels.kv_write:kv_write_triton",
@@ -55,16 +75,18 @@ class Ops(NamedTuple):
     """The operations of one backend."""
 
     backend: str
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    rotary: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        tuple[torch.Tensor, torch.Tensor],
-    ]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotary_kv_write: Callable[..., torch.Tensor]
     gated_mul: Callable[..., torch.Tensor]
+    gated_mul_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    embed_tokens: Callable[..., torch.Tensor]
+    copy_blocks: Callable[[torch.Tensor, torch.Tensor], None]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: Callable[..., torch.Tensor]
     wna16: Callable[..., torch.Tensor]
-    quantize_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    quantize_tokens: Callable[..., Any]
     w8a8: Callable[..., torch.Tensor]
 
 

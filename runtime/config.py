@@ -3,7 +3,6 @@
 Whatever would change the result and is not supported raises ValueError with the offending value.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +11,23 @@ import torch
 
 from compress.devices import DTYPES
 from compress.lookup import lookup
-from compress.models.family import ModelFamily, family_of
+from compress.models.family import ModelFamily, family_of, is_tied
+from compress.runtime.rope import Rope, longest_sequence, read_ropes, required
 
-_ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # of config.json -> of the ops
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ALL_SLIDING = ("MistralForCausalLM", "Phi3ForCausalLM")
+_ALTERNATING = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}  # -> every how many are full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """Sizes and switches of a decoder. `windows[layer]` 0 is full attention.
 
-    `inv_freq` (head_dim / 2,) fp32: the rotary angle of pair i at position p is p * inv_freq[i].
-    `eos_token_ids` end a generation. `max_positions` is the longest sequence it was made for.
+    `rope_of[layer]` is the index of the layer's rope in `ropes`. Scores are multiplied by
+    `attention_scale`; scores and logits x become c tanh(x / c) where their soft cap c is not 0.
+    `activation` is that of the gate. `eos_token_ids` end a generation. `max_positions` is the
+    longest sequence it was made for.
     """
 
     family: ModelFamily
@@ -34,28 +39,39 @@ class DecoderConfig:
     vocab_size: int
     rms_norm_eps: float
     max_positions: int
-    inv_freq: tuple[float, ...]
+    ropes: tuple[Rope, ...]
+    rope_of: tuple[int, ...]
     windows: tuple[int, ...]
+    attention_scale: float
+    attention_soft_cap: float
+    logit_soft_cap: float
+    activation: str
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
 
-def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read a `config.json` of a supported family; ValueError names what is missing or unknown."""
+def decoder_config(config: Mapping[str, Any], *, max_len: int | None = None) -> DecoderConfig:
+    """Read a `config.json` of a supported family; ValueError names what is missing or unknown.
+
+    `max_len` is the longest sequence that will be computed, which the factors of longrope depend
+    on; None asks for no more than the model was first trained for.
+    """
     family = family_of(config)
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"unsupported hidden_act {activation!r} (supported: silu)")
+    _refuse_unsupported(config)
     hidden_size, num_heads = (
-        _required(config, "hidden_size"),
-        _required(config, "num_attention_heads"),
+        required(config, "hidden_size"),
+        required(config, "num_attention_heads"),
     )
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads cannot share {num_kv_heads} key/value heads")
     head_dim = config.get("head_dim") or hidden_size // num_heads
-    num_layers = _required(config, "num_hidden_layers")
+    if family.scaled_embedding:  # Gemma's default has nothing to do with the other sizes
+        head_dim = required(config, "head_dim")
+    num_layers = required(config, "num_hidden_layers")
+    layer_types = attention_layer_types(config, num_layers)
+    ropes, rope_of = read_ropes(config, head_dim, layer_types, max_len=max_len)
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     return DecoderConfig(
         family=family,
@@ -64,79 +80,85 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=_required(config, "vocab_size"),
-        rms_norm_eps=float(_required(config, "rms_norm_eps")),
-        max_positions=_required(config, "max_position_embeddings"),
-        inv_freq=tuple(rotary_frequencies(config, head_dim).tolist()),
+        vocab_size=required(config, "vocab_size"),
+        rms_norm_eps=float(required(config, "rms_norm_eps")),
+        max_positions=longest_sequence(config, max_len),
+        ropes=ropes,
+        rope_of=rope_of,
         windows=attention_windows(config, num_layers),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_scale=_attention_scale(config, family, head_dim),
+        attention_soft_cap=_soft_cap(config, family, "attn_logit_softcapping"),
+        logit_soft_cap=_soft_cap(config, family, "final_logit_softcapping"),
+        activation=_activation(config, family),
+        tie_word_embeddings=is_tied(config),
         eos_token_ids=token_ids_of(config.get("eos_token_id")),
         dtype=lookup(DTYPES, str(stored).removeprefix("torch."), "model dtype"),
     )
 
 
-def rotary_frequencies(config: Mapping[str, Any], head_dim: int) -> torch.Tensor:
-    """Inverse frequencies (head_dim / 2,) fp32, with the scaling that the config asks for.
-
-    Understands `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before it).
-    """
-    current, older = config.get("rope_parameters"), config.get("rope_scaling")
-    if current and older and current != older:
-        raise ValueError("config has both rope_parameters and rope_scaling, and they differ")
-    rope = current or older or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"unsupported rope_parameters per layer type ({', '.join(rope)})")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        raise ValueError(f"unsupported rope_type {kind!r} (supported: {', '.join(_ROPE_TYPES)})")
-    if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1:
-        raise ValueError("unsupported partial_rotary_factor (supported: 1)")
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv_freq = 1.0 / torch.pow(theta, exponent)
-    if kind == "linear":
-        return inv_freq / float(_required(rope, "factor"))
-    if kind == "llama3":
-        return _llama3_frequencies(inv_freq, rope)
-    return inv_freq
+def attention_layer_types(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """For each layer "full_attention", or "sliding_attention" if it sees a window only."""
+    architecture, window = config["architectures"][0], config.get("sliding_window")
+    types = config.get("layer_types")
+    if architecture in _ALTERNATING:
+        pattern = config.get("sliding_window_pattern") or _ALTERNATING[architecture]
+        types = types or [_FULL if (i + 1) % pattern == 0 else _SLIDING for i in range(num_layers)]
+    elif architecture in _ALL_SLIDING:
+        types = [_SLIDING if window else _FULL] * num_layers
+    elif not window or not config.get("use_sliding_window", False):
+        # Qwen2 and Qwen3 store a window that applies only with the switch, to some layers only.
+        types = [_FULL] * num_layers
+    elif types is None:
+        first = config.get("max_window_layers", num_layers)
+        types = [_FULL if i < first else _SLIDING for i in range(num_layers)]
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types names {len(types)} layers, the model has {num_layers}")
+    known = {kind: kind for kind in (_FULL, _SLIDING)}
+    return tuple(lookup(known, kind, "attention layer type") for kind in types)
 
 
 def attention_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 where a layer sees every earlier token."""
-    architecture, window = config["architectures"][0], config.get("sliding_window")
-    if architecture == "MistralForCausalLM":
-        return (window or 0,) * num_layers
-    # Qwen2 and Qwen3 store a window that applies only with the switch, and only to some layers.
-    if not window or not config.get("use_sliding_window", False):
-        return (0,) * num_layers
-    types = config.get("layer_types")
-    if types is None:
-        first = config.get("max_window_layers", num_layers)
-        types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    sizes = {"full_attention": 0, "sliding_attention": window}
-    return tuple(lookup(sizes, kind, "attention layer type") for kind in types)
+    types = attention_layer_types(config, num_layers)
+    sizes = {_FULL: 0}
+    if _SLIDING in types:
+        sizes[_SLIDING] = int(required(config, "sliding_window"))
+    return tuple(sizes[kind] for kind in types)
 
 
-def _llama3_frequencies(inv_freq: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: divide slow rotations by `factor`, keep fast ones, blend in between."""
-    factor, low, high, length = (
-        float(_required(rope, key))
-        for key in (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-    )
-    wavelength = 2 * math.pi / inv_freq
-    blend = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * inv_freq / factor + blend * inv_freq
+def _activation(config: Mapping[str, Any], family: ModelFamily) -> str:
+    key = family.activation_key
+    name = config.get(key) or family.default_activation
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unsupported {key} {name!r} (supported: {', '.join(ACTIVATIONS)})")
+    return ACTIVATIONS[name]
 
 
-def _required(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"config.json lacks {key!r}")
-    return config[key]
+def _soft_cap(config: Mapping[str, Any], family: ModelFamily, key: str) -> float:
+    """The cap, 0 for none. Families whose code in transformers ignores it must not name one."""
+    if not family.soft_caps:
+        if family.scaled_embedding and config.get(key):
+            raise ValueError(
+                f"unsupported {key} {config[key]} in {family.architecture} (supported: null)"
+            )
+        return 0.0
+    if key not in config:
+        raise ValueError(f"config.json lacks {key!r} (null for none)")
+    cap = float(config[key] or 0.0)
+    if cap < 0:
+        raise ValueError(f"unsupported {key} {cap} (supported: positive numbers, null)")
+    return cap
+
+
+def _attention_scale(config: Mapping[str, Any], family: ModelFamily, head_dim: int) -> float:
+    if family.scaled_embedding:  # Gemma: the size is not always that of a head
+        head_dim = required(config, "query_pre_attn_scalar")
+    return float(head_dim**-0.5)
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("unsupported use_bidirectional_attention true (supported: false)")
 
 
 def token_ids_of(value: int | list[int] | None) -> tuple[int, ...]:

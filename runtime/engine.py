@@ -41,7 +41,8 @@ class EngineConfig:
     """Limits of an engine.
 
     `num_blocks` None sizes the cache for `max_num_seqs` sequences of the longest length, within a
-    fraction of the free memory. `max_model_len` None is what the model was made for.
+    fraction of the free memory. `max_model_len` None is what the model was made for, or,
+    where longer sequences need other rotary factors (longrope), first trained for.
     `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
     `kernels` names a backend in `compress.kernels.ops`, `attention` one in `attention/choice.py`.
     """
@@ -143,6 +144,7 @@ class Engine:
             dtype=stored if dtype == "auto" else lookup(DTYPES, dtype, "dtype"),
             device=place,
             ops=select(config.kernels, place),
+            max_len=config.max_model_len,
         )
         eos = set(decoder.config.eos_token_ids)
         generation_config = path / "generation_config.json"

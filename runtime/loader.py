@@ -20,6 +20,7 @@ from compress.export.formats import (
 from compress.export.kv_scales import ATTENTION, read_kv_scales
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
+from compress.models.family import SharedInput
 from compress.runtime.attention.base import KVScales
 from compress.runtime.config import DecoderConfig, decoder_config
 from compress.runtime.embedding import make_embedding
@@ -28,14 +29,23 @@ from compress.runtime.model import Decoder, DecoderLayer, Linear
 from compress.scheme import ActivationScheme, LinearScheme
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _KV_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 def load_decoder(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    max_len: int | None = None,
 ) -> Decoder:
-    """Load the model of `checkpoint` for computing in `dtype`; ValueError names what is wrong."""
-    config = decoder_config(checkpoint.config)
+    """Load the model of `checkpoint` for computing in `dtype`; ValueError names what is wrong.
+
+    `max_len` is the longest sequence that will be computed, see `decoder_config`.
+    """
+    config = decoder_config(checkpoint.config, max_len=max_len)
     reader = _Reader(checkpoint, config, dtype=dtype, device=device, ops=ops)
     family = config.family
     table = reader.embedding()
@@ -48,7 +58,7 @@ def load_decoder(
         layers=layers,
         final_norm=reader.tensor(f"{family.final_norm}.weight", config.hidden_size),
         head=reader.head(table),
-        inv_freq=torch.tensor(config.inv_freq, device=device),
+        inv_freq=torch.tensor([rope.inv_freq for rope in config.ropes], device=device),
         kv_scales=reader.kv_scales(),
     )
     reader.check_all_read()
@@ -93,24 +103,33 @@ class _Reader:
         config = self._config
         hidden, head_dim = config.hidden_size, config.head_dim
         q_out, kv_out = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        norms = {
-            name: self.tensor(f"{attention}.{name}.weight", head_dim)
-            if config.family.qk_norm
-            else None
-            for name in ("q_norm", "k_norm")
-        }
+        qkv_out = [q_out, kv_out, kv_out]
+        family = config.family
+
+        def norm(local: str | None, size: int) -> torch.Tensor | None:
+            return None if local is None else self.tensor(f"{prefix}.{local}.weight", size)
+
+        def linear(shared: SharedInput, out: Sequence[int] | None, inputs: int | None) -> Linear:
+            return self.linear([f"{prefix}.{name}" for name in shared.linears], out, inputs)
+
+        qkv, o, gate_up, down = family.shared_inputs
+        if len(qkv.linears) == 1:
+            qkv_out = [sum(qkv_out)]
+        input_norm, mlp_norm = norm(qkv.norm, hidden), norm(gate_up.norm, hidden)
+        assert input_norm is not None and mlp_norm is not None, "these inputs are normed"
+        attention_output, mlp_output = family.output_norms or (None, None)
+        q_norm, k_norm = _QK_NORMS if family.qk_norm else (None, None)
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self.linear(
-                [f"{attention}.{part}_proj" for part in "qkv"], [q_out, kv_out, kv_out], hidden
-            ),
-            q_norm=norms["q_norm"],
-            k_norm=norms["k_norm"],
-            o=self.linear([f"{attention}.o_proj"], [hidden], q_out),
-            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], None, hidden),
-            down=self.linear([f"{mlp}.down_proj"], [hidden], None),
+            input_norm=input_norm,
+            qkv=linear(qkv, qkv_out, hidden),
+            q_norm=norm(q_norm, head_dim),
+            k_norm=norm(k_norm, head_dim),
+            o=linear(o, [hidden], q_out),
+            attention_output_norm=norm(attention_output, hidden),
+            post_attention_norm=mlp_norm,
+            gate_up=linear(gate_up, None, hidden),
+            down=linear(down, [hidden], None),
+            mlp_output_norm=norm(mlp_output, hidden),
         )
 
     def linear(

@@ -139,5 +139,6 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     if longest > max_model_len:
         raise ValueError(
             f"request {name!r}: {len(prompt)} prompt tokens + {request.max_tokens} to generate"
-            f" exceed the model's {max_model_len}"
+            f" exceed max_model_len {max_model_len}; the engine may be given a larger one, up to"
+            " what the model was made for"
         )

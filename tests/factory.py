@@ -1,9 +1,9 @@
 """Tiny random models of every supported architecture, complete enough for the whole command line.
 
 Sizes are odd on purpose: hidden 96 (whole groups of 32, not of 64), three query heads per key/value
-head, an intermediate size and a vocabulary that are not powers of two, and, for Qwen3, a head_dim
-that is not hidden / heads. Norm weights and biases are random as well: with their initial ones and
-zeros a forgotten multiply or add would go unnoticed.
+head, an intermediate size and a vocabulary that are not powers of two, and, for Qwen3 and Gemma, a
+head_dim that is not hidden / heads. Norm weights and biases are random as well: with their initial
+ones and zeros a forgotten multiply or add would go unnoticed.
 """
 
 from functools import lru_cache
@@ -18,6 +18,17 @@ _CHAT_TEMPLATE = (
     "[{{ message['role'] }}] {{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+_HEAD_DIMS = {
+    "Qwen3ForCausalLM": 32,
+    "Gemma2ForCausalLM": 32,
+    "Gemma3ForCausalLM": 32,
+}
+_GEMMA = {"query_pre_attn_scalar": 24}  # not the head_dim
+_FIELDS: dict[str, dict[str, Any]] = {
+    # caps that random scores and logits do reach
+    "Gemma2ForCausalLM": _GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
+    "Gemma3ForCausalLM": _GEMMA | {"layer_types": None, "sliding_window_pattern": 2},
+}
 _TRAINING_TOPICS = ("assignment", "comparisons", "execmodel", "import")
 
 
@@ -41,16 +52,17 @@ def tiny_model(
     import transformers
 
     model_class = getattr(transformers, architecture)
+    config = _FIELDS.get(architecture, {}) | config
     fields: dict[str, Any] = {
         "hidden_size": 96,
         "intermediate_size": 160,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "head_dim": 32 if architecture == "Qwen3ForCausalLM" else 16,
+        "head_dim": _HEAD_DIMS.get(architecture, 16),
         "max_position_embeddings": 4096,
         "initializer_range": 0.08,
-        "sliding_window": None,
+        "sliding_window": 21 if architecture.startswith("Gemma") else None,
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
         "bos_token_id": 0,

@@ -46,7 +46,7 @@ from compress.scheme import group_width
 
 _MAX_SCALE = 1e4
 _CLIP_TOKENS = 512
-_NOT_CLIPPED = ("q_proj", "k_proj")
+_NOT_CLIPPED = (".q_proj", ".k_proj", ".qkv_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

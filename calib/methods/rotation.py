@@ -31,7 +31,7 @@ from pydantic import ConfigDict
 
 from compress.calib.methods.hadamard import OrthogonalMatrix, random_orthogonal
 from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
-from compress.models.family import ModelFamily
+from compress.models.family import ModelFamily, is_tied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Fold:
     """How one tensor (O, I) is made: read `source`, then do what is set, in the order given here.
 
     norm     multiply columns by the weight (plus offset) of this norm
-    heads    "out": rotate rows within heads, "in": columns
+    heads    "out": rotate rows within heads, from `first_row` on, "in": columns
     columns  W Q
     rows     Q^T W, or Q^T b for a bias (O,)
     unit     the weight of a norm that was moved: all ones (less the offset)
@@ -69,6 +69,7 @@ class Fold:
     columns: bool = False
     rows: bool = False
     unit: bool = False
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class RotatedCheckpoint(Checkpoint):
             norm = self.source.read(fold.norm).double() + self.norm_offset
             rotated = rotated * norm.float()
         if fold.heads is not None:
-            rotated = _within_heads(rotated, self.head, fold.heads)
+            rest, turned = rotated[: fold.first_row], rotated[fold.first_row :]
+            rotated = torch.cat((rest, _within_heads(turned, self.head, fold.heads)))
         if fold.columns:
             rotated = self.stream.of_rows(rotated)
         if fold.rows:
@@ -124,20 +126,23 @@ def rotate_checkpoint(
 ) -> RotatedCheckpoint:
     """`checkpoint` of `family` seen through `rotation`; nothing is read but names and shapes.
 
-    Raises ValueError if it holds a tensor of which it is not known how the rotation acts on it.
+    Raises ValueError if it holds a tensor of which it is not known how the rotation acts on it, or
+    norms that no rotation can pass.
     """
     tensors, config = dict(checkpoint.tensors), dict(checkpoint.config)
     folds: dict[str, Fold] = {}
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
     if rotation.r1:
+        _refuse_output_norms(family)
         _refuse_unknown(checkpoint, family)
-        if head not in tensors and config.get("tie_word_embeddings"):
+        if head not in tensors and is_tied(config):
             tensors[head] = tensors[embedding]
         folds |= _stream_folds(checkpoint, family)
         config["tie_word_embeddings"] = False
     if rotation.r2:
         for name, fold in _head_folds(checkpoint, family).items():
-            folds[name] = replace(folds.get(name, fold), heads=fold.heads)
+            known = folds.get(name, fold)
+            folds[name] = replace(known, heads=fold.heads, first_row=fold.first_row)
     generator = torch.Generator().manual_seed(rotation.seed)
     return RotatedCheckpoint(
         path=checkpoint.path,
@@ -185,13 +190,25 @@ def _head_folds(checkpoint: Checkpoint, family: ModelFamily) -> dict[str, Fold]:
         for site in family.smoothing_sites:
             if site.heads is None:
                 continue
+            num_rows = checkpoint.tensors[f"{prefix}{site.producer}.weight"].shape[0]
+            in_features = checkpoint.tensors[f"{prefix}{site.consumers[0]}.weight"].shape[1]
+            first_row = site.first_row(num_rows, in_features)
             for name in (f"{prefix}{site.producer}.weight", f"{prefix}{site.producer}.bias"):
                 if name in checkpoint.tensors:
-                    folds[name] = Fold(source=name, heads="out")
+                    folds[name] = Fold(source=name, heads="out", first_row=first_row)
             for consumer in site.consumers:
                 name = f"{prefix}{consumer}.weight"
                 folds[name] = Fold(source=name, heads="in")
     return folds
+
+
+def _refuse_output_norms(family: ModelFamily) -> None:
+    """A norm between a residual writer and the stream weighs channels before they can be mixed."""
+    if family.output_norms:
+        raise ValueError(
+            f"{family.architecture}: rotation r1 cannot pass {' and '.join(family.output_norms)},"
+            " which norm what attention and the MLP add to the residual stream; use r1: false"
+        )
 
 
 def _refuse_unknown(checkpoint: Checkpoint, family: ModelFamily) -> None:

@@ -227,14 +227,20 @@ def fold_scale(
     if producer.dim() == 1:
         folded = {name: (producer + norm_offset) / scale - norm_offset}
     else:
-        folded = {name: producer / scale[:, None]}
+        folded = {name: _divide_last(producer, scale[:, None])}
     bias = f"{site.producer}.bias"
     if bias in weights:
-        folded[bias] = weights[bias] / scale
+        folded[bias] = _divide_last(weights[bias], scale)
     wide = channels.spread(scale)
     for consumer in site.consumers:
         folded[f"{consumer}.weight"] = weights[f"{consumer}.weight"] * wide
     return folded
+
+
+def _divide_last(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`rows` with the last of them, as many as `scale` has, divided by it: all, unless fused."""
+    first = len(rows) - len(scale)
+    return torch.cat((rows[:first], rows[first:] / scale)) if first else rows / scale
 
 
 def live_scale(scale: torch.Tensor, *dead: torch.Tensor) -> torch.Tensor:
@@ -293,11 +299,11 @@ def _usable_sites(
 
 
 def _channels(scene: BlockScene, site: SmoothingSite, weights: Weights) -> Channels:
-    count = weights[f"{site.producer}.weight"].shape[0]
     widths = {weights[f"{name}.weight"].shape[1] for name in site.consumers}
+    width, num_rows = max(widths), weights[f"{site.producer}.weight"].shape[0]
+    count = num_rows - site.first_row(num_rows, width)
     if widths == {count}:
         return Channels(head_dim=count, repeats=1)
-    width = max(widths)
     heads: Any = scene.module.get_submodule(site.heads or "")
     head_dim = int(heads.head_dim) if site.heads else count
     if site.heads is None or len(widths) > 1 or width % count or count % head_dim:

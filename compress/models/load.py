@@ -21,7 +21,7 @@ from torch import nn
 
 from compress.errors import is_out_of_memory
 from compress.models.checkpoint import COMPUTED_SUFFIXES, TOKENIZER_FILES, Checkpoint
-from compress.models.family import family_of
+from compress.models.family import family_of, is_tied
 from compress.models.source import resolve_model
 
 __all__ = [
@@ -42,12 +42,13 @@ _MAPPED_BYTES_UNDER_LIMIT = 256 << 10
 
 
 def build_skeleton(checkpoint: Checkpoint) -> nn.Module:
-    """The causal language model of `checkpoint` on the meta device: eval mode, SDPA attention.
+    """The causal language model of `checkpoint` on the meta device: eval mode, SDPA attention, or,
+    as that has no soft caps, eager attention where the family has them.
 
     Raises ValueError for an architecture without a family record, for a checkpoint that is
     quantized already, and for a config that transformers refuses.
     """
-    family_of(checkpoint.config)
+    attention = "eager" if family_of(checkpoint.config).soft_caps else "sdpa"
     if quantization := checkpoint.config.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed method")
         raise ValueError(
@@ -61,7 +62,7 @@ def build_skeleton(checkpoint: Checkpoint) -> nn.Module:
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa", dtype=torch.float32
+                config, attn_implementation=attention, dtype=torch.float32
             )
     except Exception as error:  # config classes raise validation errors of many kinds
         if is_out_of_memory(error):
@@ -135,7 +136,7 @@ def load_tokenizer(path: Path) -> Any:
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str:
     """`name`, or the name of the tensor it is tied to when only that one is stored."""
-    if name in checkpoint.tensors or not checkpoint.config.get("tie_word_embeddings"):
+    if name in checkpoint.tensors or not is_tied(checkpoint.config):
         return name
     family = family_of(checkpoint.config)
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"

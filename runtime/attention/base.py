@@ -29,17 +29,23 @@ _GPU_MEMORY_FRACTION = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The shape of attention in a model: `windows[layer]` is 0 where all earlier keys are seen."""
+    """The shape of attention in a model: `windows[layer]` is 0 where all earlier keys are seen.
+
+    Scores x, after `scale`, become c tanh(x / c) where `softcap` c is not 0. `scale_override` takes
+    the place of 1 / sqrt(head_dim).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: tuple[int, ...]
+    scale_override: float | None = None
+    softcap: float = 0.0
 
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        return float(self.head_dim**-0.5)
+        return self.head_dim**-0.5 if self.scale_override is None else self.scale_override
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one block holds over all layers."""

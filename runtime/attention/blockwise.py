@@ -14,7 +14,8 @@ Only the small scores move between the two orders. If the blocks of the batch do
 the pool, or two sequences share one, they are gathered first; the rest is the same.
 
 Long queries (prompts) go through `scaled_dot_product_attention`: a whole prompt over its own rows,
-a later chunk over the gathered blocks of its sequence.
+a later chunk over the gathered blocks of its sequence. It knows no soft cap: where scores have
+one, `softcap.py` takes its place.
 
 The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q. The blocks
 of a float8 pool are converted to that dtype as they are read.
@@ -32,6 +33,7 @@ from compress.runtime.attention.block_plan import (
     plan_long,
     plan_short,
 )
+from compress.runtime.attention.softcap import capped_attention
 from compress.runtime.batch import Batch
 
 
@@ -88,7 +90,7 @@ class BlockwiseAttention:
         if short is not None and short.covers_batch(q):
             return short.attend(q, k_pool, v_pool)
         if short is None and len(long) == 1:
-            return self._attend_long(long[0], q, k, v, k_pool, v_pool)
+            return self._attend_long(long[0], q, k, v, k_pool, v_pool, window)
         out = torch.empty_like(q)
         if short is not None:
             attended = short.attend(q.index_select(0, short.plan.rows), k_pool, v_pool)
@@ -99,7 +101,8 @@ class BlockwiseAttention:
         for plan in long:
             rows_end = plan.start + plan.count * plan.query_len
             sliced = slice(plan.start, rows_end)
-            out[sliced] = self._attend_long(plan, q[sliced], k[sliced], v[sliced], k_pool, v_pool)
+            qkv = (q[sliced], k[sliced], v[sliced])
+            out[sliced] = self._attend_long(plan, *qkv, k_pool, v_pool, window)
         return out
 
     def _attend_long(
@@ -110,6 +113,7 @@ class BlockwiseAttention:
         v: torch.Tensor,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
+        window: int,
     ) -> torch.Tensor:
         rows, num_heads, head_dim = q.shape
         q = q.view(plan.count, plan.query_len, num_heads, head_dim).transpose(1, 2)
@@ -120,15 +124,20 @@ class BlockwiseAttention:
             k = _gather(k_pool, plan.block_ids, plan.context_len)
             v = _gather(v_pool, plan.block_ids, plan.context_len)
         k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=plan.mask,
-            is_causal=plan.mask is None,
-            scale=self._spec.scale,
-            enable_gqa=self._group > 1,
-        )
+        if self._spec.softcap:
+            out = capped_attention(
+                q, k, v, scale=self._spec.scale, softcap=self._spec.softcap, window=window
+            )
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=plan.mask,
+                is_causal=plan.mask is None,
+                scale=self._spec.scale,
+                enable_gqa=self._group > 1,
+            )
         return out.transpose(1, 2).reshape(rows, num_heads, head_dim)
 
 
@@ -184,7 +193,12 @@ class _ShortStep:
         if not plan.in_order:
             s = s.index_select(0, plan.item_of)
         s = s.view(num_sequences, entries, heads, query_len, group, block_size)
-        torch.add(plan.mask, s.permute(0, 2, 3, 4, 1, 5), alpha=self._spec.scale, out=self._scores)
+        s, cap = s.permute(0, 2, 3, 4, 1, 5), self._spec.softcap
+        if cap:
+            self._scores.copy_(s).mul_(self._spec.scale / cap).tanh_()
+            torch.add(plan.mask, self._scores, alpha=cap, out=self._scores)
+        else:
+            torch.add(plan.mask, s, alpha=self._spec.scale, out=self._scores)
         torch.softmax(self._scores.flatten(4), dim=-1, out=self._probs.flatten(4))
         self._probs_by_entry.copy_(self._probs.permute(0, 4, 1, 2, 3, 5))
         p = self._probs_by_entry.view(num_sequences * entries, heads * rows * block_size)

@@ -15,6 +15,7 @@ class PagedAttention:
         self._pool = pool
         self._ops = ops
         self._batch: Batch | None = None
+        self._extra = {"softcap": spec.softcap} if spec.softcap else {}
 
     def plan(self, batch: Batch) -> None:
         """Keep the batch: its tensors are all that the kernels read."""
@@ -42,5 +43,6 @@ class PagedAttention:
             scale=self._spec.scale,
             window=self._spec.windows[layer],
             max_query_len=max(batch.host_query_lens),
+            **self._extra,
         )
         return out if scales is None else scales.scale_outputs(out, layer)

@@ -33,11 +33,15 @@ def make_scene(
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(architecture, folder, num_layers=2)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
     model.requires_grad_(False)
     block = model.model.layers[1]
-    for name in ("input_layernorm", "post_attention_layernorm", "self_attn.v_proj", "mlp.up_proj"):
-        block.get_parameter(f"{name}.weight")[3:25:5] *= outliers
+    family = family_of(model.config.to_dict())
+    for site in family.smoothing_sites:
+        weight = block.get_parameter(f"{site.producer}.weight")
+        first = site.first_row(len(weight), block.get_submodule(site.consumers[0]).in_features)
+        offset = family.norm_offset if weight.dim() == 1 else 0
+        weight[first:][3:25:5] = (weight[first:][3:25:5] + offset) * outliers - offset
     tokens = torch.randint(0, 331, (6, 16), generator=torch.Generator().manual_seed(0))
     inputs = torch.empty(6, 16, 96)
 
@@ -48,7 +52,6 @@ def make_scene(
     with torch.no_grad():
         for samples in (slice(0, 4), slice(4, 6)):
             inputs[samples] = calls.call(model.model.layers[0], 0, inputs[samples])
-    family = family_of(model.config.to_dict())
     values = {"schemes": dict.fromkeys(family.block_linears, scheme), "family": family}
     return scene_of(block, calls, inputs, **(values | fields))
 

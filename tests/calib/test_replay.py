@@ -23,7 +23,7 @@ def load(architecture: str, folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(architecture, folder, num_layers=3)
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 def replay_of(block: nn.Module, index: int, calls: BlockCalls, batch_size: int) -> BlockReplay:

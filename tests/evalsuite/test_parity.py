@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from compress.calib.data import CalibrationSpec, evaluation_text
 from compress.evalsuite.perplexity import Perplexity, perplexity, tokenize
+from compress.models.family import FAMILIES
 from compress.models.load import load_tokenizer, resolve_model
 from compress.quantize import quantize
 from compress.recipe import load_recipe
@@ -57,10 +58,7 @@ def _quantize(model: str, output: Path, **calibration: int) -> Path:
     return output
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
-)
+@pytest.mark.parametrize("architecture", list(FAMILIES))
 def test_perplexity_equals_transformers(architecture: str, tmp_path: Path) -> None:
     path, text = tiny_model(architecture, tmp_path, tied=True), evaluation_text("pydoc")
     result = _engine_perplexity(path, text, window=130, limit=3)

@@ -54,6 +54,7 @@ LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
+FUSED_LINEARS = ("self_attn.qkv_proj", "mlp.gate_up_proj")  # of Phi-3
 
 
 def quantize_min_max(
@@ -135,13 +136,13 @@ def packed_model(
     for name in checkpoint.tensors:
         module = name.removesuffix(".weight")
         if isinstance(scheme, LinearScheme):
-            chosen = scheme if module.endswith(LINEARS) else None
+            chosen = scheme if module.endswith(LINEARS + FUSED_LINEARS) else None
         else:
             chosen = scheme(module)
         weight = checkpoint.read(name)
         if chosen is None:
             tensors[name] = weight
-            ignore += [module] if module.endswith(LINEARS) else []
+            ignore += [module] if module.endswith(LINEARS + FUSED_LINEARS) else []
         else:
             schemes[module] = chosen
             linears[module] = quantize(weight, chosen, format.scale_dtype or weight.dtype)

@@ -150,6 +150,23 @@ def test_sglang_reads_old_gptq_in_float16_only():
     assert any("in float16 only" in sentence for sentence in found)
 
 
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((512, 256), True), ((448, 256), False), ((384, 128), True)], ids=str
+)
+def test_the_parts_of_a_fused_linear_must_be_whole_blocks(shape, fits):
+    """256 queries and 128 keys and values; 96 of them; 128 of each."""
+    fused = "model.layers.0.self_attn.qkv_proj"
+    outputs = (256, 256) if shape[1] == 256 else (256, 128)
+    found = lint(
+        "vllm",
+        W4,
+        schemes={fused: BLOCKS, "model.layers.0.self_attn.o_proj": BLOCKS},
+        shapes={fused: shape, "model.layers.0.self_attn.o_proj": outputs},
+        architectures=["Phi3ForCausalLM"],
+    )
+    assert (found == []) if fits else ("whole blocks" in found[0] and fused in found[0])
+
+
 def test_a_finding_in_many_linears_is_one_sentence():
     assert lint("sglang", _weights(bits=3))[0].startswith(f"{NAMES[0]} and 13 more: ")
 

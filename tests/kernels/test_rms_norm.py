@@ -83,6 +83,18 @@ def test_add_rms_norm_triton_matches_reference(dtype, device):
     assert_as_exact_as(got, add_rms_norm_torch(x, residual, weight, EPS)[0], exact)
 
 
+@pytest.mark.parametrize("num_tokens, hidden", [(1, 576), (17, 33), (130, 1100)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_rms_norm_with_unit_offset_matches_gemma(num_tokens, hidden, dtype, device, poisoned_empty):
+    """(x * (1 + w)) in fp32, rounded once, as transformers computes it."""
+    x, weight = make(num_tokens, hidden, dtype, device)
+    exact = rms_norm_ref(x.double(), weight.double(), EPS, unit_offset=True)
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    gemma = (normed * (1 + weight.float())).to(dtype)
+    for norm in (rms_norm_torch, rms_norm_triton):
+        assert_as_exact_as(norm(x, weight, EPS, unit_offset=True), gemma, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
 def test_rms_norm_torch_rounds_before_the_weight(dtype):
     x, weight = make(33, 576, dtype, "cpu")

@@ -192,8 +192,8 @@ def test_resolve_model_names_a_truncated_gguf_file(
 
 
 def test_resolve_model_names_the_architecture_of_an_unsupported_gguf_file(tmp_path: Path) -> None:
-    file = _write_gguf(tmp_path / "tiny.gguf", tied=True, architecture="gemma2")
-    with pytest.raises(ValueError, match=r"tiny\.gguf: .*Gemma2ForCausalLM.*LlamaForCausalLM"):
+    file = _write_gguf(tmp_path / "tiny.gguf", tied=True, architecture="starcoder2")
+    with pytest.raises(ValueError, match=r"tiny\.gguf: .*Starcoder2ForCausalLM.*LlamaForCausalLM"):
         resolve_model(str(file), quiet=True)
 
 

@@ -1,4 +1,4 @@
-"""Reading config.json: rotary scaling against transformers, windows, refusals."""
+"""Reading config.json: windows, soft caps, defaults of families, refusals."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from compress.runtime.config import (
     attention_windows,
     decoder_config,
-    rotary_frequencies,
     token_ids_of,
 )
 
@@ -23,48 +22,19 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "rope_theta": 500000.0,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
+GEMMA2: dict[str, Any] = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "head_dim": 32,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
 }
-LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    "rope", [{}, LINEAR_ROPE, LLAMA3_ROPE], ids=["default", "linear", "llama3"]
-)
-def test_rotary_frequencies_match_transformers(rope: dict[str, Any]) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    fields = {k: v for k, v in LLAMA.items() if k not in ("architectures", "rope_theta")}
-    parameters = {"rope_type": "default", "rope_theta": 500000.0, **rope}
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=64, rope_parameters=parameters))
-    new_style = rotary_frequencies({"rope_parameters": parameters}, 64)
-    old_style = rotary_frequencies({"rope_theta": 500000.0, "rope_scaling": rope or None}, 64)
-    torch.testing.assert_close(new_style, theirs.inv_freq, rtol=1e-6, atol=0)
-    torch.testing.assert_close(old_style, theirs.inv_freq, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR_ROPE}, "both"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
-    ],
-    ids=["two-places", "per-layer"],
-)
-def test_rotary_frequencies_refuse_what_is_ambiguous(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rotary_frequencies(config, 64)
-
-
-def test_rotary_frequencies_refuse_an_unknown_type() -> None:
-    with pytest.raises(ValueError, match="rope_type 'yarn'"):
-        rotary_frequencies({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 64)
+GEMMA3: dict[str, Any] = GEMMA2 | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +70,41 @@ def test_rotary_frequencies_refuse_an_unknown_type() -> None:
             },
             (8, 0, 8),
         ),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": None}, (0, 0, 0)),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 8}, (8, 0, 8)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "sliding_window": 8,
+                "sliding_window_pattern": 3,
+            },
+            (8, 8, 0),
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            (0, 8, 0),
+        ),
     ],
-    ids=["llama", "mistral", "mistral-none", "qwen2-off", "qwen2-on", "qwen3-layer-types"],
+    ids=[
+        "llama",
+        "mistral",
+        "mistral-none",
+        "qwen2-off",
+        "qwen2-on",
+        "qwen3-layer-types",
+        "phi3",
+        "phi3-none",
+        "gemma2",
+        "gemma3",
+        "gemma3-pattern",
+        "gemma3-layer-types",
+    ],
 )
 def test_attention_windows_follow_the_family(
     config: dict[str, Any], windows: tuple[int, ...]
@@ -116,23 +119,58 @@ def test_decoder_config_fills_in_what_old_configs_leave_out() -> None:
     assert not config.tie_word_embeddings
 
 
+def test_decoder_config_of_gemma_follows_its_own_keys() -> None:
+    config = decoder_config(GEMMA2)
+    assert config.attention_scale == 0.25  # 1 / sqrt(16), not of the head_dim
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.activation == "gelu_tanh"
+    assert config.tie_word_embeddings  # what absence means in this family
+    assert not decoder_config(GEMMA2 | {"tie_word_embeddings": False}).tie_word_embeddings
+    assert decoder_config(GEMMA2 | {"attn_logit_softcapping": None}).attention_soft_cap == 0
+    assert (decoder_config(GEMMA3).attention_soft_cap, decoder_config(GEMMA3).head_dim) == (0, 32)
+
+
+def test_decoder_config_ignores_keys_of_other_families() -> None:
+    others = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 4, "hidden_activation": "x"}
+    config = decoder_config(LLAMA | others)
+    assert (config.attention_soft_cap, config.attention_scale) == (0, 8**-0.5)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu'"),
         ({"num_key_value_heads": 4}, "6 heads"),
         ({"hidden_size": None}, "hidden_size"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "unknown rope_type 'ntk'"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8"),
+        (GEMMA2 | {"hidden_activation": "gelu"}, "unsupported hidden_activation 'gelu'"),
+        (GEMMA2 | {"head_dim": None}, "lacks 'head_dim'"),
+        (GEMMA2 | {"query_pre_attn_scalar": None}, "lacks 'query_pre_attn_scalar'"),
+        (GEMMA2 | {"attn_logit_softcapping": -2}, "attn_logit_softcapping -2"),
+        (GEMMA2 | {"sliding_window": None}, "lacks 'sliding_window'"),
+        (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        (GEMMA2 | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "unsupported attn_logit_softcapping 50.0"),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "unsupported final_logit_softcapping 30.0"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "lacks 'sliding_attention'"),
     ],
-    ids=["family", "act", "heads", "hidden", "eps", "dtype", "factor", "partial"],
 )
 def test_decoder_config_refuses_what_it_cannot_compute(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         decoder_config(LLAMA | change)
+
+
+def test_decoder_config_refuses_gemma_without_a_word_on_soft_caps() -> None:
+    config = {key: value for key, value in GEMMA2.items() if key != "attn_logit_softcapping"}
+    with pytest.raises(ValueError, match="lacks 'attn_logit_softcapping'"):
+        decoder_config(config)
 
 
 def test_token_ids_of_reads_all_three_spellings() -> None:

@@ -1,6 +1,5 @@
-"""The engine against transformers, and against itself under every way of cutting up the work."""
+"""The engine against itself under every way of cutting up the work; families: test_families.py."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,25 +40,6 @@ def expected(llama: Path) -> dict[SamplingParams, list[list[int]]]:
         params: [outputs(engine.generate([prompt], params))[0] for prompt in prompts()]
         for params in (PARAMS, SAMPLED)
     }
-
-
-def test_score_and_generate_match_transformers(
-    model_name: str, model_path: Callable[[str], Path]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    path = model_path(model_name)
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    engine = load(path)
-    completions = engine.generate(prompts(), PARAMS)
-    full = [p + c.token_ids for p, c in zip(prompts(), completions, strict=True)]
-    for prompt, tokens, scores in zip(prompts(), full, engine.score(full), strict=True):
-        with torch.no_grad():
-            log_probs = theirs(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
-        picked = log_probs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        torch.testing.assert_close(scores.double(), picked, rtol=0, atol=1e-4)
-        greedy = log_probs.argmax(-1).tolist()
-        assert tokens[len(prompt) :] == greedy[len(prompt) - 1 : -1]
 
 
 @pytest.mark.parametrize("params", [PARAMS, SAMPLED], ids=["greedy", "sampled"])

@@ -59,7 +59,9 @@ def rounded_scores(path: Path, scales: list[tuple[torch.Tensor, torch.Tensor]]) 
     return picked.gather(1, torch.tensor(SEQUENCE[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+)
 @pytest.mark.parametrize("scheme", STRATEGIES.values(), ids=STRATEGIES)
 def test_score_is_that_of_a_model_whose_keys_and_values_are_rounded(
     scheme: KVCacheScheme,

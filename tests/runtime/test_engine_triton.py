@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,20 +37,26 @@ print(json.dumps([[c.token_ids for c in completions], [s.tolist() for s in score
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kv_cache"),
+    ("name", "scheme", "kv_cache"),
     [
-        (W4, None),
-        (W4, KVCacheScheme(strategy="head")),
-        (W8A8_STATIC, None),
-        (FP8, KVCacheScheme()),
+        ("llama", W4, None),
+        ("llama", W4, KVCacheScheme(strategy="head")),
+        ("llama", W8A8_STATIC, None),
+        ("llama", FP8, KVCacheScheme()),
+        ("phi3-longrope", W4, None),
+        ("gemma3", W4, None),
     ],
-    ids=["w4", "w4-kv8-head", "w8a8", "fp8-kv8"],
+    ids=["w4", "w4-kv8-head", "w8a8", "fp8-kv8", "fused-partial-rotary", "norms-around-zero"],
 )
 def test_triton_kernels_give_what_torch_gives(
-    scheme: LinearScheme, kv_cache: KVCacheScheme | None, llama: Path, tmp_path: Path
+    name: str,
+    scheme: LinearScheme,
+    kv_cache: KVCacheScheme | None,
+    model_path: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     packed = tmp_path / "packed"
-    packed_model(llama, packed, scheme, kv_cache=kv_cache)
+    packed_model(model_path(name), packed, scheme, kv_cache=kv_cache)
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(packed), json.dumps(PROMPTS)],

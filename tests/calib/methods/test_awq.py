@@ -28,8 +28,9 @@ def test_awq_lowers_the_loss_where_channels_differ(architecture: str, tmp_path: 
         if report.left_alone is None:
             assert report.loss_after < report.loss_before
     norms = by_producer(reports)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        assert norms[name].loss_after < 0.9 * norms[name].loss_before
+    for site in scene.family.smoothing_sites[::2]:
+        name = site.producer
+        assert norms[name].loss_after < 0.92 * norms[name].loss_before
         assert 0 <= norms[name].chosen["ratio"] <= 1
 
 

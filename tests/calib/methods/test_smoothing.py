@@ -30,9 +30,11 @@ def channels_of(scene, site: SmoothingSite) -> Channels:
 def changed_by(scene, site: SmoothingSite, drop: str = "") -> float:
     """Relative change of the block's output when a random scale is folded in at `site`."""
     weights = weights_of(scene)
-    count = weights[f"{site.producer}.weight"].shape[0]
+    rows = weights[f"{site.producer}.weight"].shape[0]
+    count = rows - site.first_row(rows, weights[f"{site.consumers[0]}.weight"].shape[1])
     scale = torch.exp(torch.randn(count, generator=torch.Generator().manual_seed(1)))
-    folded = fold_scale(site, weights, scale, channels_of(scene, site))
+    channels, offset = channels_of(scene, site), scene.family.norm_offset
+    folded = fold_scale(site, weights, scale, channels, offset)
     folded = {name: tensor for name, tensor in folded.items() if name != drop}
     before = block_output(scene, weights)
     return float((block_output(scene, weights | folded) - before).norm() / before.norm())
@@ -62,7 +64,9 @@ def test_statistics_become_those_of_the_new_inputs(
     weights, statistics, _ = parts(scene)
     untouched = {name: tensor.clone() for name, tensor in weights.items()}
     changed, _ = apply_transform(method, weights, statistics, scene)
-    assert "input_layernorm.weight" in changed and "self_attn.v_proj.weight" in changed
+    assert {
+        f"{site.producer}.weight" for site in scene.family.smoothing_sites[:2]
+    } <= changed.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in untouched.items())
     load(scene, changed)
     for shared, stats in statistics_of(scene).items():

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,19 @@ def test_all_sites_of_every_family_can_be_smoothed(architecture: str, tmp_path: 
     changed, reports = apply_smoothquant(*parts(scene), SmoothQuant(sites="all"))
     assert [report.left_alone for report in reports] == [None] * 4
     assert {f"{name}.weight" for name in scene.family.block_linears} < changed.keys()
+
+
+def test_a_fused_producer_is_scaled_in_its_last_rows_only(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path / "m", "Phi3ForCausalLM", scheme=W8A8, outliers=20.0)
+    sites = scene.family.smoothing_sites
+    scene = replace(scene, family=replace(scene.family, smoothing_sites=(sites[1], sites[3])))
+    weights = weights_of(scene)
+    changed, _ = apply_smoothquant(
+        weights, statistics_of(scene), scene, SmoothQuant(sites="all", alpha=0.5)
+    )
+    for name, first in (("self_attn.qkv_proj.weight", 128), ("mlp.gate_up_proj.weight", 160)):
+        same = (changed[name] == weights[name]).all(dim=1)
+        assert same[:first].all() and not same[first:].any()
 
 
 def test_channels_without_input_or_weights_keep_scale_one(tmp_path: Path) -> None:
