@@ -33,7 +33,9 @@ transformers and vLLM); presence and frequency as in the OpenAI API.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -181,7 +183,7 @@ def process_logits_triton(
     bias: Bias | None = None,
     bans: Bans | None = None,
 ) -> torch.Tensor:
-    """Triton `process_logits`; shapes and contract in the module docstring, ValueError if broken."""
+    """Triton `process_logits`; contract in the module docstring, ValueError if broken."""
     _check(logits, penalties, bias, bans)
     num_rows, vocab = logits.shape
     if not num_rows:
@@ -234,7 +236,8 @@ def process_logits_torch(
 
 def _rows(starts: torch.Tensor) -> torch.Tensor:
     """The row of each listed token."""
-    return torch.repeat_interleave(torch.arange(len(starts) - 1, device=starts.device), starts.diff())
+    rows = torch.arange(len(starts) - 1, device=starts.device)
+    return torch.repeat_interleave(rows, starts.diff())
 
 
 def _check(
@@ -274,27 +277,29 @@ def compile_cases() -> list[CompileCase]:
     penalty = {"counts_ptr": "*i32", "in_prompt_ptr": "*i1"}
     penalty |= dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), "*fp32")
     flags = dict.fromkeys(("HAS_REPETITION", "HAS_PRESENCE", "HAS_FREQUENCY"), True)
-    shared = {"divisible": ("vocab", "stride_lr"), "num_warps": _NUM_WARPS}
+    variants = [
+        (_penalty_kernel, "penalties", flags),
+        (_bias_kernel, "bias", {"IS_BAN": False}),
+        (_bias_kernel, "bans", {"IS_BAN": True}),
+    ]
     return [
         CompileCase(
-            kernel=_penalty_kernel, label="penalties", types=types | penalty,
-            constexprs=flags | {"BLOCK": _BLOCK}, **shared,
-        ),
-        *(
-            CompileCase(
-                kernel=_bias_kernel, label="bans" if is_ban else "bias", types=types,
-                constexprs={"IS_BAN": is_ban, "BLOCK": _BLOCK}, **shared,
-            )
-            for is_ban in (False, True)
-        ),
-    ]  # fmt: skip
+            kernel=kernel,
+            label=label,
+            types=types | penalty,
+            constexprs=constexprs | {"BLOCK": _BLOCK},
+            divisible=("vocab", "stride_lr"),
+            num_warps=_NUM_WARPS,
+        )
+        for kernel, label, constexprs in variants
+    ]
 
 
 def bench_cases() -> list[BenchCase]:
     """64 rows of 128256, each with 2000 penalized tokens, 16 biased and 4 banned."""
     num_rows, vocab, listed = 64, 128256, (2000, 16, 4)
 
-    def make(device: torch.device, dtype: torch.dtype):
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         ids = [torch.stack([torch.randperm(vocab)[:n] for _ in range(num_rows)]) for n in listed]
         flat = [x.flatten().to(device) for x in ids]
         starts = [torch.arange(num_rows + 1, dtype=torch.int32).mul(n).to(device) for n in listed]
@@ -312,7 +317,7 @@ def bench_cases() -> list[BenchCase]:
         bans = Bans(ids=flat[2], starts=starts[2])
         return torch.randn(num_rows, vocab, device=device), penalties, bias, bans
 
-    def run(function):
+    def run(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(logits, penalties, bias, bans):
             return function(logits, penalties=penalties, bias=bias, bans=bans)
 

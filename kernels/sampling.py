@@ -30,11 +30,13 @@ Gumbel-max: Maddison et al., A* Sampling, arXiv:1411.0030. min_p: Nguyen et al.,
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from compress.kernels.jit import BenchCase, CompileCase, check_rows, check_tensor, triton
+from compress.kernels.kept_sets import Optional, RowParameters, kept_sets
 from compress.kernels.noise import gumbels, noise_states, salt_key
 from compress.kernels.sampling_kernels import draw_kernel, probs_kernel, row_kernel
 
@@ -43,10 +45,6 @@ _MAX_VOCAB = 262144
 _ROW_BLOCK, _ROW_WARPS = 4096, 16
 _DRAW_BLOCK, _DRAW_SPAN, _DRAW_WARPS = 2048, 16384, 8
 _PROBS_BLOCK, _PROBS_WARPS = 4096, 8
-_NARROW = 1024  # largest top_k that torch selects for all rows at once
-_SMALL = 4096  # candidates that are few enough to sort
-
-Optional = torch.Tensor | None
 
 
 def sampling_probs_ref(
@@ -101,15 +99,6 @@ def sample_ref(
     return torch.where(probs[:, 0].isnan(), -1, (probs.log() + noise).argmax(1))
 
 
-class _Rows(NamedTuple):
-    """What both backends derive from the parameters: (R,) each. Inverse 0 is greedy."""
-
-    inverse: torch.Tensor
-    top_k: Optional
-    top_p: Optional
-    log_min_p: torch.Tensor
-
-
 def _parameters(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -117,7 +106,7 @@ def _parameters(
     top_p: Optional,
     min_p: Optional,
     **keys: torch.Tensor,
-) -> _Rows:
+) -> RowParameters:
     """Check every argument and derive what both backends compute with."""
     check_tensor("logits", logits, shape=(None, None), dtypes=(torch.float32,))
     check_rows("logits", logits)
@@ -141,10 +130,10 @@ def _parameters(
     inverse = temperature.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     minimum = torch.zeros_like(temperature) if min_p is None else min_p
     log_min_p = minimum.double().log().float()  # -inf where it is off
-    return _Rows(inverse.masked_fill(greedy, 0.0), top_k, top_p, log_min_p)
+    return RowParameters(inverse.masked_fill(greedy, 0.0), top_k, top_p, log_min_p)
 
 
-def _launch_rows(logits: torch.Tensor, rows: _Rows, wants_mass: bool) -> list[torch.Tensor]:
+def _launch_rows(logits: torch.Tensor, rows: RowParameters, wants_mass: bool) -> list[torch.Tensor]:
     """[best, largest, threshold, mass] of every row."""
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     largest, threshold, mass = (torch.empty_like(rows.inverse) for _ in range(3))
@@ -208,101 +197,6 @@ def sampling_probs_triton(
     return probs
 
 
-class _Kept(NamedTuple):
-    """The kept tokens of some rows, most likely first or in any order: (n, K); rows are (n,).
-
-    `scaled` is s of the module docstring, -inf in the places of a row that keeps fewer.
-    """
-
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    scaled: torch.Tensor
-
-
-def _kept_sets(logits: torch.Tensor, best: torch.Tensor, rows: _Rows) -> list[_Kept]:
-    """The kept sets of the rows that draw: those with a small top_k together, the others alone."""
-    draws = ((rows.inverse > 0) & best.isfinite()).nonzero().flatten()
-    vocab, sets = logits.shape[1], []
-    wide = draws
-    if rows.top_k is not None and len(draws):
-        top_k = rows.top_k[draws]
-        is_narrow = (top_k > 0) & (top_k <= _NARROW) & (top_k < vocab)
-        narrow = draws[is_narrow]
-        if len(narrow):
-            kept, has_room = _narrow_sets(logits, best, rows, narrow)
-            sets.append(kept)
-            wide = torch.cat((draws[~is_narrow], narrow[~has_room]))
-    return sets + [_wide_set(logits[r], best[r], rows, r) for r in wide]
-
-
-def _narrow_sets(
-    logits: torch.Tensor, best: torch.Tensor, rows: _Rows, narrow: torch.Tensor
-) -> tuple[_Kept, torch.Tensor]:
-    """Kept sets of the rows in `narrow`, and which of them (bool) hold all ties with the k-th."""
-    assert rows.top_k is not None
-    top_k = rows.top_k[narrow].long()
-    chosen = logits if len(narrow) == len(logits) else logits[narrow]
-    values, tokens = chosen.topk(int(top_k.max()) + 1, dim=1)
-    inverse = rows.inverse[narrow, None]
-    last = values.gather(1, top_k[:, None] - 1)
-    has_room = values[:, -1:] < last  # else there may be more ties than were selected
-    scaled = ((values - best[narrow, None]) * inverse).masked_fill_(values < last, float("-inf"))
-    if rows.top_p is not None:
-        mass = scaled.double().exp_().cumsum(1)  # in order, whatever the width
-        enough = mass >= rows.top_p[narrow, None].double() * mass[:, -1:]
-        last = values.gather(1, enough.int().argmax(1, keepdim=True))
-        top_p = rows.top_p[narrow, None]
-        scaled.masked_fill_((values < last) & (top_p < 1), float("-inf"))
-    scaled.masked_fill_(scaled < rows.log_min_p[narrow, None], float("-inf"))
-    ready = has_room.flatten()
-    return _Kept(narrow[ready], tokens[ready], scaled[ready]), ready
-
-
-def _wide_set(row: torch.Tensor, best: torch.Tensor, rows: _Rows, r: torch.Tensor) -> _Kept:
-    """The kept set of row `r`, whose logits are `row` (V,)."""
-    tokens = torch.arange(len(row), device=row.device)
-    values = row
-    if rows.top_k is not None and 0 < (top_k := int(rows.top_k[r])) < len(row):
-        tokens = (row >= row.kthvalue(len(row) - top_k + 1).values).nonzero().flatten()
-        values = row[tokens]
-    scaled = (values - best) * rows.inverse[r]
-    if rows.top_p is not None and (top_p := float(rows.top_p[r])) < 1:
-        kept = values >= _nucleus(values, scaled, top_p)
-        tokens, scaled = tokens[kept], scaled[kept]
-    if rows.log_min_p[r] > float("-inf"):
-        kept = scaled >= rows.log_min_p[r]
-        tokens, scaled = tokens[kept], scaled[kept]
-    return _Kept(r[None], tokens[None], scaled[None])
-
-
-def _nucleus(values: torch.Tensor, scaled: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest of the fewest largest `values` (n,) whose probability reaches `top_p`: ().
-
-    Splits the candidates at the middle of their range until few are left, and sorts those.
-    """
-    weights = scaled.double().exp_()
-    total, above = float(weights.sum()), 0.0
-    target = top_p * total
-    # All tokens of at most this weight are together less than what may be left out.
-    candidates = (weights >= (1 - top_p) * total / len(values) * (1 - 1e-6)).nonzero().flatten()
-    values, weights, scaled = values[candidates], weights[candidates], scaled[candidates]
-    while len(values) > _SMALL:
-        middle = (float(scaled.min()) + float(scaled.max())) / 2
-        upper = scaled > middle
-        mass = float(weights[upper].sum())
-        if upper.all() or not upper.any():
-            break  # equal up to rounding
-        if above + mass >= target:
-            keep = upper
-        else:
-            keep, above = ~upper, above + mass
-        values, weights, scaled = values[keep], weights[keep], scaled[keep]
-    ordered, order = values.sort(descending=True)
-    reached = above + weights[order].cumsum(0) >= target
-    # Rounding may leave even the whole below the target.
-    return ordered[int(reached.int().argmax()) if bool(reached.any()) else -1]
-
-
 def sample_torch(
     logits: torch.Tensor,
     *,
@@ -318,7 +212,7 @@ def sample_torch(
     rows = _parameters(logits, temperature, top_k, top_p, min_p, seed=seed, position=position)
     best, tokens = logits.max(dim=1)
     tokens = torch.where(best.isfinite(), tokens, -1)
-    for kept in _kept_sets(logits, best, rows):
+    for kept in kept_sets(logits, best, rows):
         states = noise_states(seed[kept.rows, None], position[kept.rows, None], kept.tokens, salt)
         choice = gumbels(states).add_(kept.scaled).argmax(1, keepdim=True)
         tokens[kept.rows] = kept.tokens.gather(1, choice).flatten()
@@ -339,7 +233,7 @@ def sampling_probs_torch(
     probs = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
     probs.scatter_(1, tokens[:, None], 1.0)
     probs[~best.isfinite()] = float("nan")
-    for kept in _kept_sets(logits, best, rows):
+    for kept in kept_sets(logits, best, rows):
         weights = kept.scaled.double().exp_()
         shares = (weights / weights.cumsum(1)[:, -1:]).float()  # in order, whatever the width
         probs[kept.rows[:, None], kept.tokens] = shares
@@ -380,16 +274,18 @@ def bench_cases() -> list[BenchCase]:
     num_rows, vocab = 64, 128256
 
     def case(label: str, temperature: float, top_k: int | None, top_p: float | None) -> BenchCase:
-        def make(device: torch.device, dtype: torch.dtype):
-            def full(value, kind):
-                return None if value is None else torch.full((num_rows,), value, dtype=kind).to(device)
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+            def full(value: float | None, kind: torch.dtype) -> torch.Tensor | None:
+                return (
+                    None if value is None else torch.full((num_rows,), value, dtype=kind).to(device)
+                )
 
             logits = torch.randn(num_rows, vocab).mul_(3).to(device)
             numbers = full(temperature, torch.float32), full(top_k, torch.int32)
             seed = torch.randint(0, 2**31, (num_rows,)).to(device)
             return logits, *numbers, full(top_p, torch.float32), seed, full(100, torch.int64)
 
-        def run(function):
+        def run(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(logits, temperature, top_k, top_p, seed, position):
                 return function(
                     logits, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,

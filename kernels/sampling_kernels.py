@@ -61,10 +61,9 @@ def _threshold(
         above3 = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, vocab, BLOCK):
             _, x = _block(row_ptr, first, vocab, BLOCK)
+            share = tl.full((BLOCK,), 1.0, tl.float32)
             if IS_MASS:
                 share = _weight(x, largest, inverse)
-            else:
-                share = tl.full((BLOCK,), 1.0, tl.float32)
             above1 += tl.where(x >= pivot1, share, 0.0)
             above2 += tl.where(x >= pivot2, share, 0.0)
             above3 += tl.where(x >= pivot3, share, 0.0)
