@@ -60,7 +60,8 @@ def _narrow_sets(
     values, tokens = chosen.topk(int(top_k.max()) + 1, dim=1)
     inverse = rows.inverse[narrow, None]
     last = values.gather(1, top_k[:, None] - 1)
-    has_room = values[:, -1:] < last  # else there may be more ties than were selected
+    # Else there may be more ties than were selected; of impossible tokens there may.
+    has_room = (values[:, -1:] < last) | last.isneginf()
     scaled = ((values - best[narrow, None]) * inverse).masked_fill_(values < last, float("-inf"))
     if rows.top_p is not None:
         mass = scaled.double().exp_().cumsum(1)  # in order, whatever the width

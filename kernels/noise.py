@@ -72,6 +72,25 @@ def gumbels(states: torch.Tensor) -> torch.Tensor:
     return exponentials(states).log_().neg_()
 
 
+def weighted_draw(
+    weights: torch.Tensor, laws: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """A token (R,) for each row of `weights` (R, V) fp, whose noise has salt TARGET_SALT.
+
+    A row of zeros is drawn from `laws` (R, V) instead. -1 where the law has no mass or is not finite.
+    """
+    has_weight = (weights > 0).any(1)
+    weights = torch.where(has_weight[:, None], weights, laws)
+    rows, tokens = (weights > 0).nonzero(as_tuple=True)
+    time = exponentials(noise_states(seed[rows], position[rows], tokens, TARGET_SALT))
+    scores = weights[rows, tokens].double() / time
+    best = scores.new_zeros(len(laws)).scatter_reduce_(0, rows, scores, "amax")
+    is_best = scores == best[rows]
+    choice = torch.full_like(seed, -1)
+    choice[rows[is_best]] = tokens[is_best]
+    return choice.masked_fill_(~laws.isfinite().all(1), -1)
+
+
 @triton.jit
 def _mix(x):
     x = x ^ (x >> 16)

@@ -45,7 +45,8 @@ masses: Li et al., EAGLE-2, arXiv:2406.16858, and SpecInfer, arXiv:2305.09781.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ from compress.kernels.noise import (
     COIN_SALT,
     TARGET_SALT,
     coins,
-    exponentials,
     noise_states,
     salt_key,
+    weighted_draw,
 )
 from compress.kernels.rejection_kernels import chain_kernel, next_kernel, tree_kernel
 
@@ -87,9 +88,7 @@ def accept_chain_ref(
         draft_laws = None if draft_probs is None else draft_probs[r, :n].double().tolist()
         count, weights = verify_chain(laws, ids.tolist(), draft_laws, u.tolist())
         num_accepted[r] = count
-        next_token[r] = _draw(
-            torch.tensor(weights), target_probs[r, count], seed[r], position[r] + count
-        )
+        next_token[r] = _draw_one(weights, target_probs[r, count], seed[r], position[r] + count)
     return num_accepted, next_token
 
 
@@ -116,35 +115,28 @@ def accept_tree_ref(
         path[start : start + len(accepted)] = torch.tensor(accepted, dtype=torch.int64)
         num_accepted[r] = len(accepted)
         law = laws[accepted[-1] if accepted else 0]
-        next_token[r] = _draw(torch.tensor(weights), law, seed[r], position[r] + len(accepted))
+        next_token[r] = _draw_one(weights, law, seed[r], position[r] + len(accepted))
     return path, num_accepted, next_token
+
+
+def _draw_one(
+    weights: Sequence[float], law: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+) -> int:
+    """`weighted_draw` of one row."""
+    exact = torch.tensor(weights, dtype=torch.float64, device=law.device)
+    return int(weighted_draw(exact[None], law.double()[None], seed[None], position[None]))
 
 
 def _node_coins(
     parents: list[int], tokens: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
 ) -> list[float]:
-    """The coin of each node of a tree; its depth says its position."""
+    """The coin of each node of a tree, at the position that its depth says."""
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     offsets = torch.tensor(depths, device=tokens.device) - 1
     result: list[float] = coins(noise_states(seed, position + offsets, tokens, COIN_SALT)).tolist()
     return result
-
-
-def _draw(
-    weights: torch.Tensor, law: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
-) -> int:
-    """A draw from `weights` (V,), from `law` (V,) if those are all zero, -1 if it has no mass."""
-    if not law.isfinite().all():
-        return -1
-    candidates = weights.nonzero().flatten()
-    if not len(candidates):
-        weights, candidates = law, law.nonzero().flatten()
-        if not len(candidates):
-            return -1
-    time = exponentials(noise_states(seed, position, candidates, TARGET_SALT))
-    return int(candidates[(weights[candidates].double() / time).argmax()])
 
 
 def _check(
@@ -157,7 +149,8 @@ def _check(
             check_tensor(name, tensor, shape=shape, dtypes=(dtype,))
             if tensor.device != device:
                 raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-            check_rows(name, tensor if "probs" in name else tensor[None])
+            if tensor.numel():
+                check_rows(name, tensor if "probs" in name else tensor[None])
 
 
 def _check_chain(target_probs, draft_ids, draft_probs, seed, position, num_drafts) -> None:
@@ -282,25 +275,24 @@ def accept_chain_torch(
     num_rows, n = draft_ids.shape
     steps = torch.arange(n, device=seed.device)
     known = (draft_ids >= 0) & (draft_ids < target_probs.shape[2])
-    ids = torch.where(known, draft_ids, 0)[..., None]
-    p = target_probs[:, :n].gather(2, ids)[..., 0]
-    q = 1.0 if draft_probs is None else draft_probs.gather(2, ids)[..., 0]
+    ids = torch.where(known, draft_ids, 0)
+    p = target_probs[:, :n].gather(2, ids[..., None])[..., 0]
+    q = 1.0 if draft_probs is None else draft_probs.gather(2, ids[..., None])[..., 0]
     u = coins(noise_states(seed[:, None], position[:, None] + steps, draft_ids, COIN_SALT))
-    counts = n if num_drafts is None else num_drafts[:, None]
-    is_accepted = accepts(u, p, q) & known & (steps < counts)
+    counts = torch.full_like(seed, n) if num_drafts is None else num_drafts
+    is_accepted = accepts(u, p, q) & known & (steps < counts[:, None])
     num_accepted = is_accepted.cumprod(1).sum(1)
-    next_token = torch.empty_like(seed)
-    limits = [n] * num_rows if num_drafts is None else num_drafts.tolist()
-    for r, count in enumerate(num_accepted.tolist()):
-        law = target_probs[r, count]
-        weights = law
-        if count < limits[r] and draft_probs is not None:
-            q_law = draft_probs[r, count]
-            weights = torch.where(law > q_law, law - q_law, 0.0)
-        elif count < limits[r] and known[r, count]:
-            weights = law.index_fill(0, draft_ids[r, count], 0.0)
-        next_token[r] = _draw(weights, law, seed[r], position[r] + count)
-    return num_accepted, next_token
+    laws = target_probs[torch.arange(num_rows, device=seed.device), num_accepted]
+    rejected = (num_accepted < counts).nonzero().flatten()
+    places = num_accepted[rejected]
+    weights = laws.clone()
+    if draft_probs is None:
+        first = ids[rejected, places]  # of an unknown draft the probability is 0, not its p
+        weights[rejected, first] *= ~known[rejected, places]
+    else:
+        left = laws[rejected], draft_probs[rejected, places]
+        weights[rejected] = torch.where(left[0] > left[1], left[0] - left[1], 0.0)
+    return num_accepted, weighted_draw(weights, laws, seed, position + num_accepted)
 
 
 def accept_tree_torch(
@@ -314,26 +306,30 @@ def accept_tree_torch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Torch `accept_tree`: the walk of `tree_path` on the probabilities of the nodes' tokens."""
     _check_tree(target_probs, parents, tokens, node_starts, seed, position)
-    path = torch.full_like(parents, -1)
-    num_accepted, next_token = torch.zeros_like(seed), torch.zeros_like(seed)
-    for r, (start, end) in enumerate(
-        zip(node_starts[:-1].tolist(), node_starts[1:].tolist(), strict=True)
-    ):
-        ids, above = tokens[start:end], parents[start:end]
-        known = (ids >= 0) & (ids < target_probs.shape[1])
-        masses = target_probs[start + above.clamp(min=0), torch.where(known, ids, 0)]
-        p = torch.where(known, masses, 0.0).tolist()
-        u = _node_coins(above.tolist(), ids, seed[r], position[r])
-        accepted = tree_path(above.tolist(), ids.tolist(), p.__getitem__, u)
-        last = accepted[-1] if accepted else 0
-        path[start : start + len(accepted)] = torch.tensor(accepted, dtype=torch.int64)
-        num_accepted[r] = len(accepted)
-        law = target_probs[start + last]
-        children = (above == last) & known
-        children[0] = False
-        weights = law.index_fill(0, ids[children], 0.0)
-        next_token[r] = _draw(weights, law, seed[r], position[r] + len(accepted))
-    return path, num_accepted, next_token
+    bounds, above, ids = node_starts.tolist(), parents.tolist(), tokens.tolist()
+    known = (tokens >= 0) & (tokens < target_probs.shape[1])
+    sizes = node_starts.diff()
+    first = torch.repeat_interleave(node_starts[:-1], sizes)  # of each node's tree
+    p = target_probs[first + parents.clamp(min=0), torch.where(known, tokens, 0)]
+    masses = torch.where(known, p, 0.0).tolist()
+    path, num_accepted, last = [-1] * len(parents), [], []
+    for r, (start, end) in enumerate(pairwise(bounds)):
+        tree = slice(start, end)
+        u = _node_coins(above[tree], tokens[tree], seed[r], position[r])
+        accepted = tree_path(above[tree], ids[tree], masses[tree].__getitem__, u)
+        path[start : start + len(accepted)] = accepted
+        num_accepted.append(len(accepted))
+        last.append(accepted[-1] if accepted else 0)
+    counts, ends = (
+        torch.tensor(x, dtype=torch.int64).to(seed.device) for x in (num_accepted, last)
+    )
+    laws = target_probs[node_starts[:-1] + ends]
+    weights = laws.clone()
+    row = torch.repeat_interleave(torch.arange(len(seed), device=seed.device), sizes)
+    child = (parents == ends[row]) & known
+    weights[row[child], tokens[child]] = 0.0
+    path_tensor = torch.tensor(path, dtype=torch.int64).to(seed.device)
+    return path_tensor, counts, weighted_draw(weights, laws, seed, position + counts)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -61,14 +61,14 @@ def one(device=DEVICE, **values):
 
 
 @SAMPLE
-@pytest.mark.parametrize("num_rows, vocab", [(1, 1), (1, 1031), (17, 33), (17, 1030), (5, 130)])
+@pytest.mark.parametrize("num_rows, vocab", [(1, 1), (1, 1031), (17, 33), (5, 130)])
 def test_sample_equals_reference(sample, num_rows, vocab, device):
     logits, laws, keys = make(num_rows, vocab)
     assert torch.equal(sample(logits, **laws, **keys), sample_ref(logits, **laws, **keys))
 
 
 @PROBS
-@pytest.mark.parametrize("num_rows, vocab", [(1, 1), (1, 1031), (17, 33), (17, 1030), (5, 130)])
+@pytest.mark.parametrize("num_rows, vocab", [(1, 1), (17, 33), (5, 1030)])
 def test_sampling_probs_matches_reference(sampling_probs, num_rows, vocab, poisoned_empty):
     logits, laws, _ = make(num_rows, vocab)
     got, want = sampling_probs(logits, **laws), sampling_probs_ref(logits, **laws)
@@ -88,7 +88,7 @@ def test_sample_needs_no_truncation(sample):
 
 @SAMPLE
 def test_sample_gives_the_tokens_of_the_engine(sample):
-    logits, laws, keys = make(17, 1031)
+    logits, laws, keys = make(5, 1031)
     del laws["min_p"]
     rows = [
         SampledRow(
@@ -100,7 +100,7 @@ def test_sample_gives_the_tokens_of_the_engine(sample):
             ),
             int(keys["position"][i]),
         )
-        for i in range(17)
+        for i in range(5)
     ]
     assert sample(logits, **laws, **keys).tolist() == engine_sample(logits.cpu(), rows)
 
@@ -156,8 +156,11 @@ def test_sample_greedy_takes_the_lowest_id_among_ties(sample, greedy):
     assert sample(logits, **one(**greedy, seed=3, position=0)).tolist() == [17]
 
 
-@SAMPLE
-@PROBS
+@pytest.mark.parametrize(
+    "sample, sampling_probs",
+    [(sample_torch, sampling_probs_torch), (sample_triton, sampling_probs_triton)],
+    ids=["torch", "triton"],
+)
 def test_a_row_that_is_not_finite_fails_alone(sample, sampling_probs, poisoned_empty):
     logits, laws, keys = make(17, 33)
     want = sample(logits, **laws, **keys)
@@ -175,7 +178,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample, sampling_probs, poisoned_e
 
 @SAMPLE
 def test_sample_takes_minus_infinity_as_impossible(sample):
-    logits, laws, keys = make(17, 130)
+    logits, laws, keys = make(5, 130)
     logits[:, :100] = -INF
     assert (sample(logits, **laws, **keys) >= 100).all()
     logits[:, 101:] = -INF
@@ -191,13 +194,13 @@ def test_sample_with_a_tiny_temperature_is_greedy(sample):
 
 @pytest.mark.parametrize(
     "sample, num_rows",
-    [pytest.param(sample_torch, 64, id="torch"), pytest.param(sample_triton, 17, id="triton")],
+    [pytest.param(sample_torch, 64, id="torch"), pytest.param(sample_triton, 5, id="triton")],
 )
 def test_row_does_not_depend_on_its_batch(sample, num_rows, device):
     probs = sampling_probs_torch if sample is sample_torch else sampling_probs_triton
     logits, laws, keys = make(num_rows, 1031)
     whole, whole_probs = sample(logits, **laws, **keys), probs(logits, **laws)
-    for size in (1, 2, 5, 16):
+    for size in (1, 2, 16):
         rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(size))[:size]
         rows = rows.to(device)
         own = rows_of(laws, rows)
@@ -206,8 +209,8 @@ def test_row_does_not_depend_on_its_batch(sample, num_rows, device):
 
 
 @SAMPLE
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(num_rows=st.integers(1, 4), vocab=st.integers(1, 300), seed=st.integers(0, 99))
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(num_rows=st.integers(1, 3), vocab=st.integers(1, 300), seed=st.integers(0, 99))
 def test_sample_draws_what_is_kept(sample, num_rows, vocab, seed):
     logits, laws, keys = make(num_rows, vocab, DEVICE, seed)
     logits = (logits * 2).round() / 2  # many ties
@@ -228,19 +231,20 @@ def test_sampling_probs_torch_is_the_same_by_every_way_to_a_threshold(change, mo
 
 def test_sample_torch_has_the_law_of_sampling_probs():
     """Chi-square with 6 cells: 5 degrees of freedom exceed 35.9 once in a million."""
-    law = torch.tensor([0.35, 0.05, 0.2, 0.1, 0.25, 0.05])
+    law = torch.tensor([0.35, 0.05, 0.2, 0.1, 0.25, 0.05, 0.0])
     count = 20_000
-    logits = law.log().expand(count, 6).contiguous()
     tokens = sample_torch(
-        logits,
+        law.log().expand(count, 7).contiguous(),
         temperature=torch.ones(count),
+        top_k=torch.full((count,), 6, dtype=torch.int32),
         seed=torch.full((count,), 7),
         position=torch.arange(count),
     )
-    found = torch.bincount(tokens, minlength=6)
-    assert float(((found - count * law) ** 2 / (count * law)).sum()) < 35.9
-    shifted = law.roll(1)  # the test can tell
-    assert float(((found - count * shifted) ** 2 / (count * shifted)).sum()) > 1000
+    found = torch.bincount(tokens, minlength=7)
+    assert found[6] == 0
+    expected, shifted = count * law[:6], count * law[:6].roll(1)
+    assert float(((found[:6] - expected) ** 2 / expected).sum()) < 35.9
+    assert float(((found[:6] - shifted) ** 2 / shifted).sum()) > 1000  # the test can tell
 
 
 @SAMPLE
