@@ -77,7 +77,7 @@ def weighted_draw(
 ) -> torch.Tensor:
     """A token (R,) for each row of `weights` (R, V) fp, whose noise has salt TARGET_SALT.
 
-    A row of zeros is drawn from `laws` (R, V) instead. -1 where the law has no mass or is not finite.
+    A row of zeros is drawn from `laws` (R, V) instead; -1 where that has no mass or is not finite.
     """
     has_weight = (weights > 0).any(1)
     weights = torch.where(has_weight[:, None], weights, laws)
