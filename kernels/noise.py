@@ -13,7 +13,8 @@ torch (int64 with masks) and in Triton (uint32), and becomes
   Gumbel noise   -log(-log(u))
 torch computes the last two in fp64. Triton uses fp32: for u > 1/2 from 1 - u, which keeps all 32
 bits where the exponential is small, so that neither rounds to 0 or to infinity, and the relative
-error of the exponential stays near 2^-22. Tokens then differ between the two only where the best
+error of the exponential stays near 2^-22; this needs a logarithm that is accurate beside 1, as
+`tl.log` is (not PTX's lg2.approx). Tokens then differ between the two only where the best
 scores are closer than about 1e-6.
 
 The salts of one position are apart, so that a draft, its verification and what replaces it are

@@ -170,8 +170,8 @@ def draw_kernel(
     row_ptr = logits_ptr + row * stride_lr
     scores = tl.full((BLOCK,), float("-inf"), tl.float32)
     tokens = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, SPAN, BLOCK):
-        offs, x = _block(row_ptr, part * SPAN + start, vocab, BLOCK)
+    for first in range(part * SPAN, tl.minimum(part * SPAN + SPAN, vocab), BLOCK):
+        offs, x = _block(row_ptr, first, vocab, BLOCK)
         scaled = (x - largest) * inverse
         kept = (x >= threshold) & (scaled >= log_min_p)
         if tl.max(kept.to(tl.int32)) > 0:

@@ -187,8 +187,8 @@ def test_sample_takes_minus_infinity_as_impossible(sample):
 
 @SAMPLE
 def test_sample_with_a_tiny_temperature_is_greedy(sample):
-    logits, _, keys = make(17, 130)
-    tiny = torch.full((17,), 1e-42, device=DEVICE)
+    logits, _, keys = make(4, 130)
+    tiny = torch.full((4,), 1e-42, device=DEVICE)
     assert torch.equal(sample(logits, temperature=tiny, **keys), logits.argmax(1))
 
 
