@@ -34,6 +34,9 @@ KERNEL_MODULES = (
     "wna16",
     "quantize_tokens",
     "w8a8",
+    "logits_processors",
+    "sampling",
+    "rejection",
 )
 
 # Compute capability -> largest dynamic shared memory of one block in bytes (CUDA C programming

@@ -66,6 +66,26 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.w8a8:w8a8_torch",
         "triton": "compress.kernels.w8a8:w8a8_triton",
     },
+    "process_logits": {
+        "torch": "compress.kernels.logits_processors:process_logits_torch",
+        "triton": "compress.kernels.logits_processors:process_logits_triton",
+    },
+    "sample": {
+        "torch": "compress.kernels.sampling:sample_torch",
+        "triton": "compress.kernels.sampling:sample_triton",
+    },
+    "sampling_probs": {
+        "torch": "compress.kernels.sampling:sampling_probs_torch",
+        "triton": "compress.kernels.sampling:sampling_probs_triton",
+    },
+    "accept_chain": {
+        "torch": "compress.kernels.rejection:accept_chain_torch",
+        "triton": "compress.kernels.rejection:accept_chain_triton",
+    },
+    "accept_tree": {
+        "torch": "compress.kernels.rejection:accept_tree_torch",
+        "triton": "compress.kernels.rejection:accept_tree_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -88,6 +108,11 @@ class Ops(NamedTuple):
     wna16: Callable[..., torch.Tensor]
     quantize_tokens: Callable[..., Any]
     w8a8: Callable[..., torch.Tensor]
+    process_logits: Callable[..., torch.Tensor]
+    sample: Callable[..., torch.Tensor]
+    sampling_probs: Callable[..., torch.Tensor]
+    accept_chain: Callable[..., tuple[torch.Tensor, ...]]
+    accept_tree: Callable[..., tuple[torch.Tensor, ...]]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:
