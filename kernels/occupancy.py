@@ -14,7 +14,6 @@ _WARP = 32
 _QUARTERS = 4
 _REGISTERS = 65536
 _REGISTER_UNIT = 256
-_MAX_REGISTERS = 255  # of a thread
 _SHARED_UNIT = 128
 _SHARED_RESERVED = 1024
 _MAX_THREADS = 2048
@@ -58,12 +57,10 @@ def occupancy(
     all means that the kernel cannot be launched.
     """
     per_warp = _round_up(registers * _WARP, _REGISTER_UNIT)
-    registers_of_block = per_warp * _round_up(num_warps, _QUARTERS)  # as a launch counts them
-    launchable = registers <= _MAX_REGISTERS and registers_of_block <= _REGISTERS
     warps_of_quarter = _REGISTERS // _QUARTERS // per_warp if per_warp else MAX_WARPS
     allotted = _round_up(shared + _SHARED_RESERVED, _SHARED_UNIT)
     blocks_by = {
-        "registers": warps_of_quarter * _QUARTERS // num_warps if launchable else 0,
+        "registers": warps_of_quarter * _QUARTERS // num_warps,
         "shared memory": SHARED_MEMORY[arch] // allotted,
         "threads": MAX_WARPS // num_warps if num_warps * _WARP <= _MAX_BLOCK_THREADS else 0,
         "blocks": _MAX_BLOCKS,

@@ -114,6 +114,11 @@ def test_every_case_is_checked_timed_printed_and_written(machine, fast, tmp_path
     assert printed[8].startswith("2 ok, 1 below goal, 1 wrong, 1 failed; ")
 
 
+@pytest.mark.parametrize("case", [WRONG, REFUSED], ids=["wrong", "refused"])
+def test_one_bad_case_is_a_failure(case, machine, fast, tmp_path):
+    assert run(machine, tmp_path, RIGHT, case)[0] == 1
+
+
 def test_a_missed_goal_is_no_failure(machine, fast, tmp_path):
     assert run(machine, tmp_path, RIGHT, HARD)[0] == 0
 

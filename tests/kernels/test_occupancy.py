@@ -21,9 +21,6 @@ from compress.kernels.occupancy import SHARED_LIMIT, occupancy
         # 255 x 32 -> 8192 a warp, 8 warps in all; 12 warps cannot be launched.
         pytest.param(90, 8, 255, 0, 1, ("registers",), id="255-registers-8-warps"),
         pytest.param(90, 12, 255, 0, 0, ("registers",), id="255-registers-12-warps"),
-        # 5 warps of 224 registers: 7168 x 5 = 35840 fit, but a launch counts 8 warps: 57344.
-        pytest.param(90, 5, 224, 0, 1, ("registers",), id="launch-counts-multiples-of-4"),
-        pytest.param(90, 5, 256, 0, 0, ("registers",), id="too-many-registers-of-a-thread"),
         # 48 KB + 1 KB: 3 in 164 KB, 4 in 228 KB.
         pytest.param(80, 4, 32, 49152, 3, ("shared memory",), id="48KB-sm_80"),
         pytest.param(90, 4, 32, 49152, 4, ("shared memory",), id="48KB-sm_90"),
