@@ -85,7 +85,8 @@ def describe(machine: Machine) -> dict[str, Any]:
     program = shutil.which("nvidia-smi")
     asked = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
     if program:
-        command = [program, f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(asked)}"]
+        card = "GPU-" + str(properties.uuid).removeprefix("GPU-")
+        command = [program, f"--id={card}", f"--query-gpu={','.join(asked)}"]
         command.append("--format=csv,noheader")
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode == 0:

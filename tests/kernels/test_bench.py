@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,29 @@ def test_declared_cases_are_distinct_and_whole():
     for _, case in cases:
         assert case.num_bytes > 0 and case.ceiling in ("memory", "matrix", "matrix8")
         assert case.ceiling == "memory" or case.num_flops > 0
+
+
+CARD = SimpleNamespace(
+    name="NVIDIA Card", major=9, minor=0, multi_processor_count=132, total_memory=1 << 37,
+    L2_cache_size=1 << 26, uuid="12-34",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "clock"),
+    [("echo 580.1, 345 MHz, 1980 MHz, 3201 MHz, '700.00 W'", "1980 MHz"), ("exit 6", None)],
+    ids=["answers", "fails"],
+)
+def test_the_card_is_described(answer, clock, machine, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n[ $1 = --id=GPU-12-34 ] || exit 1\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: CARD)
+    described = bench.describe(replace(machine, device=torch.device("cuda", 0)))
+    assert described["name"] == "NVIDIA Card" and described["capability"] == "sm_90"
+    assert described.get("clocks.max.sm") == clock
+    assert described.get("power.limit") == (clock and "700.00 W")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
