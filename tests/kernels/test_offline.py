@@ -13,6 +13,7 @@ def assert_as_meant(result):
     """No spills, shared memory within the chip, and the meant instructions are there."""
     assert result["faults"] == []
     assert 0 < result["registers"] <= 255
+    assert result["occupancy"]["blocks"] > 0
 
 
 @pytest.mark.parametrize("module, case", CASES)
@@ -44,9 +45,12 @@ def test_faults_name_what_is_wrong():
         module="m",
         label="l",
         arch=80,
+        num_warps=4,
         registers=255,
         spilled=8,
-        shared=200_000,
+        static_shared=1_000,
+        dynamic_shared=199_000,
+        tensor_columns=0,
         counts={"mma": 0, "wgmma": 0, "load16": 1},
         meant=["mma", "wgmma", "load16"],
     )
