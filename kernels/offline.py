@@ -32,6 +32,8 @@ KERNEL_MODULES = (
     "wna16",
     "quantize_tokens",
     "w8a8",
+    "quantize_float8",
+    "w8a8_float8",
 )
 
 # Compute capability -> largest dynamic shared memory of one block in bytes (CUDA C programming
@@ -140,12 +142,13 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
 
 
 def compile_all(arches: tuple[int, ...], num_processes: int = 2) -> Iterator[CompileResult]:
-    """Compile every variant for every chip of `arches`, in the order of the kernel files."""
+    """Compile every variant for those of `arches` it is for, in the order of the kernel files."""
     work = [
         (module, index, arch)
         for module in KERNEL_MODULES
-        for index in range(len(module_cases(module)))
+        for index, case in enumerate(module_cases(module))
         for arch in arches
+        if arch in case.arches
     ]
     with ProcessPoolExecutor(num_processes) as pool:
         yield from pool.map(compile_case, *zip(*work, strict=True))

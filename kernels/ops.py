@@ -46,6 +46,14 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.w8a8:w8a8_torch",
         "triton": "compress.kernels.w8a8:w8a8_triton",
     },
+    "quantize_float8": {
+        "torch": "compress.kernels.quantize_float8:quantize_float8_torch",
+        "triton": "compress.kernels.quantize_float8:quantize_float8_triton",
+    },
+    "w8a8_float8": {
+        "torch": "compress.kernels.w8a8_float8:w8a8_float8_torch",
+        "triton": "compress.kernels.w8a8_float8:w8a8_float8_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -66,6 +74,8 @@ class Ops(NamedTuple):
     wna16: Callable[..., torch.Tensor]
     quantize_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     w8a8: Callable[..., torch.Tensor]
+    quantize_float8: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    w8a8_float8: Callable[..., torch.Tensor]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:
