@@ -43,7 +43,7 @@ from compress.scheme import FLOAT8, ActivationScheme
 
 # Largest number of values in the block of one program -> num_warps. Not yet timed on a card.
 _TILES: tuple[tuple[int, int], ...] = ((1024, 4), (4096, 8), (32768, 16))
-_MAX_WIDTH = _TILES[-1][0]
+MAX_WIDTH = _TILES[-1][0]  # columns of a group, and of x with one scale per row
 _VALUES_PER_PROGRAM = 2048  # of groups without a norm, which need not know their row
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -119,8 +119,8 @@ def quantize_float8_triton(
     check_tensor("x", x, shape=(None, None), dtypes=FLOAT_DTYPES)
     check_rows("x", x)
     num_tokens, width = x.shape
-    if not width or (width > _MAX_WIDTH and not (weight is None and group_size)):
-        raise ValueError(f"x must have 1 to {_MAX_WIDTH} columns, got {width}")
+    if not width or (width > MAX_WIDTH and not (weight is None and group_size)):
+        raise ValueError(f"x must have 1 to {MAX_WIDTH} columns, got {width}")
     group = width if group_size is None else group_size
     if group < 1 or width % group:
         raise ValueError(f"group_size must divide the {width} columns of x, got {group_size}")
@@ -148,7 +148,7 @@ def _variant(num_groups: int, group: int, *, has_norm: bool) -> tuple[dict[str, 
     if not has_norm:
         block_g = min(block_g, max(_VALUES_PER_PROGRAM // block_s, 1))
     values = block_g * block_s
-    if values > _MAX_WIDTH:
+    if values > MAX_WIDTH:
         raise ValueError(f"x is too wide: {num_groups} groups of {group} columns")
     num_warps = next(warps for largest, warps in _TILES if values <= largest)
     return {"HAS_NORM": has_norm, "BLOCK_G": block_g, "BLOCK_S": block_s}, num_warps

@@ -13,11 +13,11 @@ Mathematics, with P_b[m, n] = sum over the columns k of block b of x_codes[m, k]
 in fp32, the blocks in order, rounded once. The last blocks may be partial.
 Contract: a row has the same bits alone and in every batch. NaN codes stay in their row.
 
-How Triton does it: from sm_89 on by the tensor cores' float8 product. Hopper's keeps about 14 bits of
-a sum, so each block of 128 columns starts a new one, and the blocks are added in fp32 registers.
+How Triton does it: from sm_89 on by the tensor cores' float8 product. Hopper's keeps about 14 bits
+of a sum, so each block of 128 columns starts a new one, and the blocks are added in fp32 registers.
 Its instruction is 64 tokens tall; a decoding step with fewer leaves rows unused, for with another
-instruction its rows would have other bits. Older chips have no such product: there the kernel is
-given the bytes and widens them to fp16, in which they and their products are exact.
+instruction its rows could have other bits. Older chips have no such product: there the kernel is
+given the bytes and widens them to fp16, which holds all of them.
 
 Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433; DeepSeek-AI, DeepSeek-V3,
 arXiv:2412.19437, section 3.3.2 (blocks of 128 x 128, sums promoted every 128 columns).
@@ -35,7 +35,7 @@ from compress.kernels.float8 import decode_float8
 from compress.kernels.jit import FLOAT_DTYPES, BenchCase, CompileCase, check_tensor, tl, triton
 from compress.scheme import FLOAT8, spread_scale
 
-BLOCK = 128  # edge of the blocks that share a scale, and columns per step
+BLOCK = 128  # edge of the blocks that share a scale; columns per step
 
 
 class _Tile(NamedTuple):
@@ -45,8 +45,8 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Largest number of tokens -> tile, for float8 products and for bytes widened to fp16. Nothing spills
-# on the chips they are for. Not yet timed on a card.
+# Largest number of tokens -> tile, for float8 products and for bytes widened to fp16. Nothing
+# spills, and all fit the 99 KiB of shared memory of sm_89. Not yet timed on a card.
 _Tiles = tuple[tuple[int, _Tile], ...]
 _TILES_FLOAT8: _Tiles = (
     (64, _Tile(64, 64, 4, 5)),
@@ -183,12 +183,13 @@ def _check(
     check_tensor("codes", codes, shape=(None, in_features), dtypes=(FLOAT8,))
     out_features = codes.shape[0]
     if scale.dim() == 2:
-        blocks = (triton.cdiv(out_features, BLOCK), triton.cdiv(in_features, BLOCK))
-        scale_shape, x_scale_shape = blocks, (num_tokens, blocks[1])
+        num_blocks = triton.cdiv(in_features, BLOCK)
+        rows: tuple[int, ...] = (triton.cdiv(out_features, BLOCK), num_blocks)
+        tokens: tuple[int, ...] = (num_tokens, num_blocks)
     else:
-        scale_shape, x_scale_shape = (out_features,), (num_tokens,)
-    check_tensor("scale", scale, shape=scale_shape, dtypes=(torch.float32,))
-    check_tensor("x_scale", x_scale, shape=x_scale_shape, dtypes=(torch.float32,))
+        rows, tokens = (out_features,), (num_tokens,)
+    check_tensor("scale", scale, shape=rows, dtypes=(torch.float32,))
+    check_tensor("x_scale", x_scale, shape=tokens, dtypes=(torch.float32,))
     if bias is not None:
         check_tensor("bias", bias, shape=(out_features,), dtypes=(torch.float32,))
     if dtype not in FLOAT_DTYPES:
@@ -267,3 +268,41 @@ def compile_cases() -> list[CompileCase]:
                 )
             )
     return cases
+
+
+def bench_cases() -> list[BenchCase]:
+    """A prefill of 4096 tokens and a decoding step of 16, per channel and in blocks."""
+    return [
+        _bench_case(num_tokens, blocked=blocked)
+        for num_tokens in (4096, 16)
+        for blocked in (False, True)
+    ]
+
+
+def _bench_case(num_tokens: int, *, blocked: bool) -> BenchCase:
+    out_features, in_features = 14336, 4096
+
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        def codes(rows: int) -> torch.Tensor:
+            values = torch.randn(rows, in_features, device=device) * 100
+            return values.clamp_(-448, 448).to(FLOAT8)
+
+        columns = (in_features // BLOCK,) if blocked else ()
+        scales = [
+            torch.rand((rows, *columns), device=device) / 100
+            for rows in (num_tokens, out_features // BLOCK if blocked else out_features)
+        ]
+        return codes(num_tokens), scales[0], codes(out_features), scales[1], None, dtype
+
+    is_large, kind = num_tokens > 64, "block" if blocked else "channel"
+    return BenchCase(
+        label=f"M={num_tokens},N={out_features},K={in_features},{kind}",
+        make=make,
+        triton=w8a8_float8_triton,
+        plain=w8a8_float8_torch,
+        exact=w8a8_float8_ref,
+        num_bytes=(num_tokens + out_features) * in_features + 2 * num_tokens * out_features,
+        num_flops=2 * num_tokens * out_features * in_features,
+        ceiling="matrix8" if is_large else "memory",
+        goal=0.7,
+    )

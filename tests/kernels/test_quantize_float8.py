@@ -199,7 +199,7 @@ def test_the_bad_argument_is_named(device):
     x, weight = make(2, 64, torch.float32, device)
     with pytest.raises(ValueError, match=r"weight must be float32 of shape \(64\)"):
         quantize_float8_triton(x, weight[:63], EPS, group_size=None)
-    with pytest.raises(ValueError, match="weight must be on .* got meta"):
+    with pytest.raises(ValueError, match=r"weight must be on .* got meta"):
         quantize_float8_triton(x, weight.to("meta"), EPS, group_size=None)
     with pytest.raises(ValueError, match="x must have contiguous rows"):
         quantize_float8_triton(x.T.contiguous().T, group_size=None)

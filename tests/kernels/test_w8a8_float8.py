@@ -174,7 +174,7 @@ def test_the_bad_argument_is_named(device):
         w8a8_float8_triton(x, x_scale, codes, scale, scale[:7], fp32)
     with pytest.raises(ValueError, match="codes must be contiguous"):
         w8a8_float8_triton(x, x_scale, codes.T.contiguous().T, scale, None, fp32)
-    with pytest.raises(ValueError, match="scale must be on .* as x_codes is: meta"):
+    with pytest.raises(ValueError, match=r"scale must be on .* as x_codes is: meta"):
         w8a8_float8_triton(x, x_scale, codes, scale.to("meta"), None, fp32)
     with pytest.raises(ValueError, match="dtype must be float16, bfloat16 or float32, got"):
         w8a8_float8_triton(x, x_scale, codes, scale, None, torch.float64)
