@@ -25,6 +25,7 @@ arXiv:2412.19437, section 3.3.2 (blocks of 128 x 128, sums promoted every 128 co
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -204,6 +205,7 @@ def _check(
             raise ValueError(f"{name} must be on {x_codes.device} as x_codes is: {tensor.device}")
 
 
+@cache
 def _has_float8_product(device: torch.device) -> bool:
     """Whether the tensor cores of `device` multiply float8_e4m3fn; the interpreter has none."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
