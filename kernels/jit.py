@@ -50,7 +50,8 @@ class CompileCase:
     `types` gives the Triton type of every runtime argument that is not an `i32`; `divisible` names
     the integers that the launcher would find divisible by 16 (pointers always are). `meant` lists
     the instructions that the variant must contain: `mma` (tensor cores of any generation), `wgmma`
-    (in its stead on sm_90), `load16` (global memory read 16 bytes at a time).
+    (in its stead on sm_90), `load16` (global memory read 16 bytes at a time). `arches`, a tuple of
+    compute capabilities, are the chips that the variant is for.
     """
 
     kernel: Any
@@ -61,6 +62,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 1
     meant: tuple[Instruction, ...] = field(default=())
+    arches: Any = (80, 90, 100)  # typed as a tuple it would refuse `**options`, a dict of int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,8 @@ KERNEL_MODULES = (
     "logits_processors",
     "sampling",
     "rejection",
+    "quantize_float8",
+    "w8a8_float8",
 )
 
 ARCHES = tuple(SHARED_LIMIT)
@@ -176,7 +178,7 @@ def compile_all(
         for module in KERNEL_MODULES
         for index, case in enumerate(module_cases(module))
         for arch in arches
-        if wanted(module, case.label)
+        if arch in case.arches and wanted(module, case.label)
     ]
     if not work:
         return

@@ -86,6 +86,14 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.rejection:accept_tree_torch",
         "triton": "compress.kernels.rejection:accept_tree_triton",
     },
+    "quantize_float8": {
+        "torch": "compress.kernels.quantize_float8:quantize_float8_torch",
+        "triton": "compress.kernels.quantize_float8:quantize_float8_triton",
+    },
+    "w8a8_float8": {
+        "torch": "compress.kernels.w8a8_float8:w8a8_float8_torch",
+        "triton": "compress.kernels.w8a8_float8:w8a8_float8_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -113,6 +121,8 @@ class Ops(NamedTuple):
     sampling_probs: Callable[..., torch.Tensor]
     accept_chain: Callable[..., tuple[torch.Tensor, ...]]
     accept_tree: Callable[..., tuple[torch.Tensor, ...]]
+    quantize_float8: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    w8a8_float8: Callable[..., torch.Tensor]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:
