@@ -30,6 +30,7 @@ __all__ = [
     "BenchCase",
     "CompileCase",
     "Instruction",
+    "check_one_device",
     "check_rows",
     "check_tensor",
     "tl",
@@ -49,7 +50,8 @@ class CompileCase:
     `types` gives the Triton type of every runtime argument that is not an `i32`; `divisible` names
     the integers that the launcher would find divisible by 16 (pointers always are). `meant` lists
     the instructions that the variant must contain: `mma` (tensor cores of any generation), `wgmma`
-    (in its stead on sm_90), `load16` (global memory read 16 bytes at a time).
+    (in its stead on sm_90), `load16` (global memory read 16 bytes at a time). `arches`, a tuple of
+    compute capabilities, are the chips that the variant is for.
     """
 
     kernel: Any
@@ -60,6 +62,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 1
     meant: tuple[Instruction, ...] = field(default=())
+    arches: Any = (80, 90, 100)  # typed as a tuple it would refuse `**options`, a dict of int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +117,17 @@ def check_tensor(
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     raise ValueError(f"{name} must be {names} of shape ({sizes}), got {found}")
+
+
+def check_one_device(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all `tensors` (those not None) are on the device of the first."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (first, expected), *others = present.items()
+    for name, tensor in others:
+        if tensor.device != expected.device:
+            raise ValueError(
+                f"{name} must be on {expected.device}, as {first} is, got {tensor.device}"
+            )
 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:

@@ -1,42 +1,42 @@
 """Compile every kernel variant for NVIDIA chips on a machine that has none, and read what came out.
 
-`python -m compress.kernels.offline` prints, per kernel variant and chip: registers per thread,
-spilled bytes, shared memory, and how often the instructions that the variant is meant for occur
-in its PTX. `--json` prints the same as JSON, `--arch 90` compiles for one chip only.
-
-Registers and spills are those of `ptxas -v` from the Triton package. A spill, or more shared memory
-than the chip has, means that a tile is too large; a missing instruction means that a layout or a
-divisibility got lost. `faults` lists these.
+`python -m compress.kernels.bench --offline` prints the results as a table. Registers, spills and
+static shared memory are those of `ptxas -v` from the Triton package, occupancy follows from them. A
+spill, or more shared memory than the chip has, means that a tile is too large; a missing
+instruction means that a layout or a divisibility got lost. `faults` lists these.
 """
 
-import argparse
-import json
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from compress.kernels.jit import CompileCase, triton
+from compress.kernels.occupancy import SHARED_LIMIT, Occupancy, occupancy
 
 KERNEL_MODULES = (
     "rms_norm",
     "rotary",
-    "silu_mul",
+    "gated_mul",
+    "embedding",
+    "block_copy",
     "kv_write",
     "paged_attention",
     "wna16",
     "quantize_tokens",
     "w8a8",
+    "logits_processors",
+    "sampling",
+    "rejection",
+    "quantize_float8",
+    "w8a8_float8",
 )
 
-# Compute capability -> largest dynamic shared memory of one block in bytes (CUDA C programming
-# guide, "Technical Specifications per Compute Capability").
-SHARED_LIMIT: dict[int, int] = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+ARCHES = tuple(SHARED_LIMIT)
 
 _PTX_INSTRUCTIONS: dict[str, str] = {
     "mma": r"\bmma\.sync|\bwgmma\.mma_async|\btcgen05\.mma",
@@ -49,17 +49,37 @@ _PTX_INSTRUCTIONS: dict[str, str] = {
 class CompileResult:
     """What one variant became on one chip.
 
-    `spilled` and `shared` are bytes; `counts` is how often each kind of instruction occurs.
+    `spilled`, `static_shared` and `dynamic_shared` are bytes, `tensor_columns` is the share of the
+    512 columns of tensor memory on sm_100; `counts` is how often each kind of instruction occurs.
     """
 
     module: str
     label: str
     arch: int
+    num_warps: int
     registers: int
     spilled: int
-    shared: int
+    static_shared: int
+    dynamic_shared: int
+    tensor_columns: int
     counts: dict[str, int]
     meant: list[str]
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return self.static_shared + self.dynamic_shared
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """What a multiprocessor can hold of the variant."""
+        return occupancy(
+            self.arch,
+            num_warps=self.num_warps,
+            registers=self.registers,
+            shared=self.shared,
+            tensor_columns=self.tensor_columns,
+        )
 
     @property
     def faults(self) -> list[str]:
@@ -103,21 +123,24 @@ def compile_case(module: str, index: int, arch: int) -> CompileResult:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled = _ptxas(ptx, arch)
+    registers, spilled, static_shared = _ptxas(ptx, arch)
     return CompileResult(
         module=module,
         label=case.label,
         arch=arch,
+        num_warps=compiled.metadata.num_warps,
         registers=registers,
         spilled=spilled,
-        shared=compiled.metadata.shared,
+        static_shared=static_shared,
+        dynamic_shared=compiled.metadata.shared,
+        tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         counts={name: len(re.findall(regex, ptx)) for name, regex in _PTX_INSTRUCTIONS.items()},
         meant=list(case.meant),
     )
 
 
-def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers per thread and spilled bytes that the bundled ptxas reports for `ptx`."""
+def _ptxas(ptx: str, arch: int) -> tuple[int, int, int]:
+    """Registers per thread, spilled bytes and bytes of static shared memory of `ptx`."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     program = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
     suffix = "a" if arch >= 90 else ""
@@ -136,44 +159,28 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
     registers = re.findall(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert registers and spills, f"unexpected report of {program.name}: {report}"
-    return max(map(int, registers)), sum(int(store) + int(load) for store, load in spills)
+    static_shared = sum(map(int, re.findall(r"(\d+) bytes smem", report)))
+    return (
+        max(map(int, registers)),
+        sum(int(store) + int(load) for store, load in spills),
+        static_shared,
+    )
 
 
-def compile_all(arches: tuple[int, ...], num_processes: int = 2) -> Iterator[CompileResult]:
-    """Compile every variant for every chip of `arches`, in the order of the kernel files."""
+def compile_all(
+    arches: tuple[int, ...],
+    num_processes: int = 2,
+    wanted: Callable[[str, str], bool] = lambda module, label: True,
+) -> Iterator[CompileResult]:
+    """Compile every variant that is `wanted` for every chip, in the order of the kernel files."""
     work = [
         (module, index, arch)
         for module in KERNEL_MODULES
-        for index in range(len(module_cases(module)))
+        for index, case in enumerate(module_cases(module))
         for arch in arches
+        if arch in case.arches and wanted(module, case.label)
     ]
+    if not work:
+        return
     with ProcessPoolExecutor(num_processes) as pool:
         yield from pool.map(compile_case, *zip(*work, strict=True))
-
-
-def main() -> None:
-    """Command line; exit code 1 if any variant has a fault."""
-    parser = argparse.ArgumentParser(prog="python -m compress.kernels.offline")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--arch", type=int, choices=sorted(SHARED_LIMIT), action="append")
-    arguments = parser.parse_args()
-    results = compile_all(tuple(arguments.arch or sorted(SHARED_LIMIT)))
-    if arguments.json:
-        rows = [asdict(result) | {"faults": result.faults} for result in results]
-        print(json.dumps(rows))
-        sys.exit(any(row["faults"] for row in rows))
-    print(f"{'variant':52} {'sm':>4} {'regs':>5} {'spill':>6} {'shared':>7}  instructions")
-    num_faulty = 0
-    for result in results:
-        counts = " ".join(f"{name}={count}" for name, count in result.counts.items())
-        print(
-            f"{result.module + ' ' + result.label:52} {result.arch:4} {result.registers:5} "
-            f"{result.spilled:6} {result.shared:7}  {counts}  {'; '.join(result.faults)}",
-            flush=True,
-        )
-        num_faulty += bool(result.faults)
-    sys.exit(num_faulty > 0)
-
-
-if __name__ == "__main__":
-    main()

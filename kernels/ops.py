@@ -22,9 +22,29 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.rotary:rotary_torch",
         "triton": "compress.kernels.rotary:rotary_triton",
     },
-    "silu_mul": {
-        "torch": "compress.kernels.silu_mul:silu_mul_torch",
-        "triton": "compress.kernels.silu_mul:silu_mul_triton",
+    "gated_mul": {
+        "torch": "compress.kernels.gated_mul:gated_mul_torch",
+        "triton": "compress.kernels.gated_mul:gated_mul_triton",
+    },
+    "add_rms_norm": {
+        "torch": "compress.kernels.rms_norm:add_rms_norm_torch",
+        "triton": "compress.kernels.rms_norm:add_rms_norm_triton",
+    },
+    "rotary_kv_write": {
+        "torch": "compress.kernels.rotary:rotary_kv_write_torch",
+        "triton": "compress.kernels.rotary:rotary_kv_write_triton",
+    },
+    "gated_mul_quantize": {
+        "torch": "compress.kernels.gated_mul:gated_mul_quantize_torch",
+        "triton": "compress.kernels.gated_mul:gated_mul_quantize_triton",
+    },
+    "embed_tokens": {
+        "torch": "compress.kernels.embedding:embed_tokens_torch",
+        "triton": "compress.kernels.embedding:embed_tokens_triton",
+    },
+    "copy_blocks": {
+        "torch": "compress.kernels.block_copy:copy_blocks_torch",
+        "triton": "compress.kernels.block_copy:copy_blocks_triton",
     },
     "kv_write": {
         "torch": "compress.kernels.kv_write:kv_write_torch",
@@ -46,6 +66,34 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.w8a8:w8a8_torch",
         "triton": "compress.kernels.w8a8:w8a8_triton",
     },
+    "process_logits": {
+        "torch": "compress.kernels.logits_processors:process_logits_torch",
+        "triton": "compress.kernels.logits_processors:process_logits_triton",
+    },
+    "sample": {
+        "torch": "compress.kernels.sampling:sample_torch",
+        "triton": "compress.kernels.sampling:sample_triton",
+    },
+    "sampling_probs": {
+        "torch": "compress.kernels.sampling:sampling_probs_torch",
+        "triton": "compress.kernels.sampling:sampling_probs_triton",
+    },
+    "accept_chain": {
+        "torch": "compress.kernels.rejection:accept_chain_torch",
+        "triton": "compress.kernels.rejection:accept_chain_triton",
+    },
+    "accept_tree": {
+        "torch": "compress.kernels.rejection:accept_tree_torch",
+        "triton": "compress.kernels.rejection:accept_tree_triton",
+    },
+    "quantize_float8": {
+        "torch": "compress.kernels.quantize_float8:quantize_float8_torch",
+        "triton": "compress.kernels.quantize_float8:quantize_float8_triton",
+    },
+    "w8a8_float8": {
+        "torch": "compress.kernels.w8a8_float8:w8a8_float8_torch",
+        "triton": "compress.kernels.w8a8_float8:w8a8_float8_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -56,16 +104,25 @@ class Ops(NamedTuple):
 
     backend: str
     rms_norm: Callable[..., torch.Tensor]
-    rotary: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        tuple[torch.Tensor, torch.Tensor],
-    ]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotary_kv_write: Callable[..., torch.Tensor]
+    gated_mul: Callable[..., torch.Tensor]
+    gated_mul_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    embed_tokens: Callable[..., torch.Tensor]
+    copy_blocks: Callable[[torch.Tensor, torch.Tensor], None]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     paged_attention: Callable[..., torch.Tensor]
     wna16: Callable[..., torch.Tensor]
-    quantize_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    quantize_tokens: Callable[..., Any]
     w8a8: Callable[..., torch.Tensor]
+    process_logits: Callable[..., torch.Tensor]
+    sample: Callable[..., torch.Tensor]
+    sampling_probs: Callable[..., torch.Tensor]
+    accept_chain: Callable[..., tuple[torch.Tensor, ...]]
+    accept_tree: Callable[..., tuple[torch.Tensor, ...]]
+    quantize_float8: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    w8a8_float8: Callable[..., torch.Tensor]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compress.artifacts import QuantizedLinear
-from compress.kernels.jit import FLOAT_DTYPES, CompileCase, check_tensor, tl, triton
+from compress.kernels.jit import FLOAT_DTYPES, BenchCase, CompileCase, check_tensor, tl, triton
 
 MAX_IN_FEATURES = 65536  # 65536 * 255 * 128 < 2^31
 _OFFSET = 128  # zero point of the unsigned activations
@@ -256,3 +256,44 @@ def compile_cases() -> list[CompileCase]:
                 )
             )
     return cases
+
+
+def bench_cases() -> list[BenchCase]:
+    """A prefill of 4096 tokens, and a decoding step of 16."""
+    return [_bench_case(4096), _bench_case(16)]
+
+
+def _bench_case(num_tokens: int) -> BenchCase:
+    out_features, in_features = 14336, 4096
+
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        def codes(rows: int) -> torch.Tensor:
+            return torch.randint(-128, 128, (rows, in_features), device=device, dtype=torch.int8)
+
+        x_scale, scale = (
+            torch.rand(rows, device=device) / 1000 for rows in (num_tokens, out_features)
+        )
+        return codes(num_tokens), x_scale, codes(out_features), scale, None, dtype
+
+    is_large = num_tokens > 64
+    return BenchCase(
+        label=f"M={num_tokens},N={out_features},K={in_features}",
+        make=make,
+        triton=w8a8_triton,
+        plain=w8a8_torch if is_large else _w8a8_few_rows,
+        exact=w8a8_ref,
+        num_bytes=(num_tokens + out_features) * in_features + 2 * num_tokens * out_features,
+        num_flops=2 * num_tokens * out_features * in_features,
+        ceiling="matrix8" if is_large else "memory",
+        goal=0.7,
+    )
+
+
+def _w8a8_few_rows(
+    x_codes: torch.Tensor, x_scale: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """`w8a8_torch` of up to 16 rows: on a GPU `torch._int_mm` needs more than that."""
+    padded = x_codes.new_zeros((32, x_codes.shape[1]))
+    padded[: len(x_codes)] = x_codes
+    x_scale = torch.cat((x_scale, x_scale.new_zeros(32 - len(x_scale))))
+    return w8a8_torch(padded, x_scale, *rest)[: len(x_codes)]

@@ -30,14 +30,22 @@ Elephants Can't Run, arXiv:2211.10017 (conversion by the mantissa); Hoque et al.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from compress.artifacts import QuantizedLinear
-from compress.kernels.jit import FLOAT_DTYPES, CompileCase, check_rows, check_tensor, triton
+from compress.kernels.jit import (
+    FLOAT_DTYPES,
+    BenchCase,
+    CompileCase,
+    check_rows,
+    check_tensor,
+    triton,
+)
 from compress.kernels.wna16_kernels import split_kernel, sum_splits_kernel, whole_kernel
 
 CODES_PER_WORD: dict[int, int] = {2: 16, 3: 16, 4: 8, 8: 4}  # bits -> C
@@ -292,3 +300,41 @@ def compile_cases() -> list[CompileCase]:
                 )
             )
     return cases
+
+
+def bench_cases() -> list[BenchCase]:
+    """Linears of an 8B Llama in groups of 128: decoding and prefill at 4 bits, decoding at 3, 2."""
+    square, wide = (4096, 4096), (14336, 4096)  # N, K
+    sizes = [(4, M, shape) for shape in (square, wide) for M in (1, 4, 16, 256, 4096)]
+    sizes += [(bits, M, wide) for bits in (3, 2) for M in (1, 16)]
+    return [_bench_case(bits, M, N, K) for bits, M, (N, K) in sizes]
+
+
+def _bench_case(bits: int, M: int, N: int, K: int, group: int = 128) -> BenchCase:
+    decoding = M <= 16
+    return BenchCase(
+        label=f"{bits}b,g{group},M={M},N={N},K={K}",
+        make=partial(_bench_inputs, bits, M, N, K, group),
+        triton=lambda x, weight, dense: wna16_triton(x, weight),
+        plain=lambda x, weight, dense: F.linear(x, dense),
+        exact=lambda x, weight, dense: wna16_ref(
+            x.double(), replace(weight, scale=weight.scale.double())
+        ),
+        num_bytes=N * K * bits // 8 + 2 * (N * K // group + M * K + M * N),
+        num_flops=2 * M * N * K,
+        ceiling="memory" if decoding else "matrix",
+        goal=0.8 if decoding else None,
+    )
+
+
+def _bench_inputs(
+    bits: int, M: int, N: int, K: int, group: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
+    """Inputs, a packed weight, and the same weight in `dtype`."""
+    half = 1 << (bits - 1)
+    codes = torch.randint(-half, half, (N, K), device=device, dtype=torch.int8)
+    scale = (torch.rand(N, K // group, device=device) * 0.01 + 0.001).to(dtype)
+    linear = QuantizedLinear(codes=codes, scale=scale, zero_point=None, bits=bits)
+    dense = (codes.view(*scale.shape, group) * scale.unsqueeze(-1)).flatten(1)
+    x = torch.randn(M, K, device=device, dtype=dtype)
+    return x, pack_weight(linear, dtype, device), dense

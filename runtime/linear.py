@@ -8,6 +8,11 @@ The first row that fits (`products.py` has the implementations; "int per channel
 | 2 to 8 bits        | or static      |                        | integers, for any number of rows  |
 | int per channel,   | int8 per token | triton                 | `W8A8Linear`: the same            |
 | 2 to 8 bits        | or static      |                        |                                   |
+| float8 per channel | float8 per     | triton                 | `Float8Linear`: a float8 product  |
+|                    | token          |                        | summed in fp32                    |
+| float8 in blocks   | float8 per     | triton                 | `Float8Linear`: the same          |
+| of 128             | token, groups  |                        |                                   |
+|                    | of 128         |                        |                                   |
 | 2, 3, 4 or 8 bits, | float          | triton                 | `PackedLinear`                    |
 | groups of whole    |                |                        |                                   |
 | words              |                |                        |                                   |
@@ -24,7 +29,8 @@ The first row that fits (`products.py` has the implementations; "int per channel
 `QuantizedInputs` does round its input to the codes that the scheme means, and multiplies what they
 stand for in the engine's dtype: CPUs have no float8 product, and none of 8-bit inputs with groups
 of weights. Scales belong to a token or are static, so no row depends on its batch; `Int8Linear`
-and `W8A8Linear`, whose sums are exact, give a row the same bits in every batch.
+and `W8A8Linear`, whose sums are exact, and `Float8Linear`, which sums in one order, give a row the
+same bits in every batch.
 
 8-bit weights with float inputs are dequantized: torch's own product, `_weight_int8pack_mm`, was no
 faster than the prepacked bfloat16 one (1/2/4/8 rows of 576 x 49152 on one core of a Zen 4:
@@ -42,10 +48,13 @@ import torch
 from compress.artifacts import QuantizedLinear
 from compress.kernels.activations import check_activations
 from compress.kernels.ops import Ops
+from compress.kernels.quantize_float8 import MAX_WIDTH
 from compress.kernels.w8a8 import MAX_IN_FEATURES, has_int8_product, is_int8_per_channel
+from compress.kernels.w8a8_float8 import BLOCK
 from compress.kernels.wna16 import CODES_PER_WORD
 from compress.runtime.model import Linear
 from compress.runtime.products import (
+    Float8Linear,
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -53,7 +62,7 @@ from compress.runtime.products import (
     W8A8Linear,
     float_linear,
 )
-from compress.scheme import ActivationScheme, dequantize
+from compress.scheme import FLOAT8, ActivationScheme, dequantize
 
 Weight = torch.Tensor | QuantizedLinear  # float (N, K), or codes (N, K) with scales
 
@@ -105,7 +114,8 @@ def _fused_linear(
 ) -> Linear | None:
     """The weights as one product on one input, or None if they need several.
 
-    They do where some are packed in a way that has a product of its own and others are not.
+    They do where some are packed in a way that has a product of its own and others are not, or
+    where their blocks do not stack.
     """
     fused = _fuse_packed(weights)
     product = None
@@ -114,6 +124,8 @@ def _fused_linear(
             if ops.backend == "triton":
                 return W8A8Linear(fused, bias, activations, device=device, ops=ops)
             return Int8Linear(fused, bias, activations)
+        if activations is not None and _has_float8_linear(fused, activations, ops):
+            return Float8Linear(fused, bias, activations, device=device, ops=ops)
         product = _packed_linear(fused, bias, dtype=dtype, device=device, ops=ops)
     elif any(_has_own_product(w, activations, dtype, device, ops) for w in weights):
         return None
@@ -142,6 +154,22 @@ def _has_int8_linear(
     )
 
 
+def _has_float8_linear(linear: QuantizedLinear, activations: ActivationScheme, ops: Ops) -> bool:
+    """Whether weights and inputs are float8 with scales of a kind that the product takes."""
+    if ops.backend != "triton" or linear.codes.dtype != FLOAT8:
+        return False
+    if activations.type != "float" or not activations.dynamic:
+        return False
+    out_features, in_features = linear.codes.shape
+    if linear.block_size is not None:
+        return linear.block_size == activations.group_size == BLOCK
+    return (
+        linear.scale.shape == (out_features, 1)
+        and activations.group_size is None
+        and in_features <= MAX_WIDTH
+    )
+
+
 def _has_own_product(
     weight: Weight,
     activations: ActivationScheme | None,
@@ -152,7 +180,10 @@ def _has_own_product(
     """Whether `weight`, made alone, would be computed from its codes."""
     if isinstance(weight, torch.Tensor):
         return False
-    if activations is not None and _has_int8_linear(weight, activations, device, ops):
+    if activations is not None and (
+        _has_int8_linear(weight, activations, device, ops)
+        or _has_float8_linear(weight, activations, ops)
+    ):
         return True
     return _packed_kind(weight, dtype=dtype, device=device, ops=ops) is not None
 
@@ -195,14 +226,17 @@ def _packed_kind(
 
 
 def _fuse_packed(weights: Sequence[Weight]) -> QuantizedLinear | None:
-    """The integer weights stacked along N, or None if they are not packed alike."""
+    """The weights stacked along N, or None if they are not packed alike."""
     packed = [weight for weight in weights if isinstance(weight, QuantizedLinear)]
     if len(packed) < len(weights):
         return None
     kinds = {
-        (w.bits, w.group_size, w.scale.dtype, w.codes.dtype, w.zero_point is None) for w in packed
+        (w.bits, w.group_size, w.block_size, w.scale.dtype, w.codes.dtype, w.zero_point is None)
+        for w in packed
     }
-    if len(kinds) > 1 or packed[0].codes.dtype != torch.int8:
+    block_size = packed[0].block_size
+    is_ragged = block_size is not None and any(len(w.codes) % block_size for w in packed[:-1])
+    if len(kinds) > 1 or is_ragged:
         return None
     zero_points = [w.zero_point for w in packed if w.zero_point is not None]
     return QuantizedLinear(
@@ -210,6 +244,7 @@ def _fuse_packed(weights: Sequence[Weight]) -> QuantizedLinear | None:
         scale=torch.cat([w.scale for w in packed]),
         zero_point=torch.cat(zero_points) if zero_points else None,
         bits=packed[0].bits,
+        block_size=block_size,
         input_scale=packed[0].input_scale,
     )
 

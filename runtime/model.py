@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import Checkpoint
@@ -82,19 +81,21 @@ class Decoder:
         x = self.embedding(batch.token_ids)
         if self.config.family.scaled_embedding:  # by a factor rounded as x is: so it was trained
             x = x * float(torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype))
+        normed = self._norm(x, self.layers[0].input_norm)
         for i, layer in enumerate(self.layers):
-            q, k, v = self._heads(layer, self._norm(x, layer.input_norm))
+            q, k, v = self._heads(layer, normed)
             q, k = self.ops.rotary(q, k, *ropes[self.config.rope_of[i]])
             attended = layer.o(attention.forward(q, k, v, i).flatten(1))
             if layer.attention_output_norm is not None:
                 attended = self._norm(attended, layer.attention_output_norm)
-            x = x + attended
-            gate_up = layer.gate_up(self._norm(x, layer.post_attention_norm))
-            fed = layer.down(self._gated(gate_up))
+            normed, x = self._add_norm(attended, x, layer.post_attention_norm)
+            fed = layer.down(self.ops.gated_mul(layer.gate_up(normed), self.config.activation))
             if layer.mlp_output_norm is not None:
                 fed = self._norm(fed, layer.mlp_output_norm)
-            x = x + fed
-        return self._norm(x, self.final_norm)
+            is_last = i == len(self.layers) - 1
+            following = self.final_norm if is_last else self.layers[i + 1].input_norm
+            normed, x = self._add_norm(fed, x, following)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (R, V) fp32 of hidden states (R, H)."""
@@ -110,17 +111,17 @@ class Decoder:
         return tables
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        eps = self.config.rms_norm_eps
-        if self.config.family.norm_offset:
-            return self.ops.rms_norm(x, weight, eps, unit_offset=True)
-        return self.ops.rms_norm(x, weight, eps)
+        offset = bool(self.config.family.norm_offset)
+        return self.ops.rms_norm(x, weight, self.config.rms_norm_eps, unit_offset=offset)
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """act(gate) * up, (T, I) from (T, 2 I)."""
-        if self.config.activation == "silu":
-            return self.ops.silu_mul(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+    def _add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, sum), each (T, H)."""
+        offset = bool(self.config.family.norm_offset)
+        return self.ops.add_rms_norm(
+            x, residual, weight, self.config.rms_norm_eps, unit_offset=offset
+        )
 
     def _heads(
         self, layer: DecoderLayer, x: torch.Tensor

@@ -132,6 +132,33 @@ class W8A8Linear:
         return self._ops.w8a8(codes, scale, self._codes, self._scale, self._bias, x.dtype)
 
 
+class Float8Linear:
+    """x W^T + b in float8, `ops.w8a8_float8`: a scale per row of x and of W, or per block of both.
+
+    The scales and the bias are applied in fp32, and the result is rounded once.
+    """
+
+    def __init__(
+        self,
+        linear: QuantizedLinear,
+        bias: torch.Tensor | None,
+        activations: ActivationScheme,
+        *,
+        device: torch.device,
+        ops: Ops,
+    ) -> None:
+        scale = linear.scale if linear.block_size is not None else linear.scale.flatten()
+        self._codes = linear.codes.to(device).contiguous()
+        self._scale = scale.to(device, torch.float32).contiguous()
+        self._bias = None if bias is None else bias.to(device, torch.float32)
+        self._group_size = activations.group_size
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = self._ops.quantize_float8(x, group_size=self._group_size)
+        return self._ops.w8a8_float8(codes, scale, self._codes, self._scale, self._bias, x.dtype)
+
+
 class PackedLinear:
     """x W^T + b with groups of 2, 3, 4 or 8 bits, unpacked inside the product `ops.wna16`."""
 

@@ -125,8 +125,8 @@ class BlockwiseAttention:
         for plan in long:
             rows_end = plan.start + plan.count * plan.query_len
             sliced = slice(plan.start, rows_end)
-            rows = (q[sliced], k[sliced], v[sliced])
-            out[sliced] = self._attend_long(plan, *rows, k_pool, v_pool, window)
+            qkv = (q[sliced], k[sliced], v[sliced])
+            out[sliced] = self._attend_long(plan, *qkv, k_pool, v_pool, window)
         return out
 
     def _attend_long(

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,8 +60,11 @@ def blackwell_results():
 def compile_offline(*arches):
     """Results by (module, label, arch), from a process whose kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "compress.kernels.offline", "--json"]
-    command += [f"--arch={arch}" for arch in arches]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.stdout, run.stderr
-    return {(row["module"], row["label"], row["arch"]): row for row in json.loads(run.stdout)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "offline.json"
+        command = [sys.executable, "-m", "compress.kernels.bench", "--offline", f"--json={file}"]
+        command += [f"--arch={arch}" for arch in arches]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert file.exists(), run.stderr
+        rows = json.loads(file.read_text())
+    return {(row["module"], row["label"], row["arch"]): row for row in rows}

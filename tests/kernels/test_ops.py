@@ -13,7 +13,7 @@ sys.modules["triton"] = None  # makes `import triton` raise ModuleNotFoundError
 import torch
 from compress.kernels import ops
 chosen = ops.select("auto", "cpu")
-print(chosen.silu_mul(torch.ones(1, 4)).shape)
+print(chosen.gated_mul(torch.ones(1, 4)).shape)
 ops.select("triton", "cuda")
 """
 

@@ -6,6 +6,7 @@ import torch
 from compress.artifacts import QuantizedLinear
 from compress.kernels.wna16 import (
     CODES_PER_WORD,
+    bench_cases,
     pack_weight,
     splits_of,
     unpack_codes,
@@ -143,3 +144,14 @@ def test_pack_weight_refuses_what_the_product_cannot_read():
         pack_weight(make(4, 64, 32, bits=5), torch.float16, "cpu")
     with pytest.raises(ValueError, match="3-bit products take groups of 16 n, got 8"):
         pack_weight(make(4, 64, 8, bits=3), torch.float16, "cpu")
+
+
+def test_bench_cases_count_what_must_move():
+    case = bench_cases()[0]  # one token; the others differ in their sizes only
+    x, weight, dense = case.make(torch.device("cpu"), torch.float16)
+    read = x.nbytes + weight.words.nbytes + weight.scale.nbytes
+    assert case.num_bytes == read + 2 * len(dense)
+    assert case.num_flops == 2 * dense.numel()
+    exact = case.exact(x, weight, dense)
+    assert exact.dtype == torch.float64
+    assert (case.plain(x, weight, dense).double() - exact).norm() < 1e-2 * exact.norm()

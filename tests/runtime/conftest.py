@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3-rope": {
         "architecture": "LlamaForCausalLM",
         "rope_parameters": _ROPE_LLAMA3,
-        "head_dim": 20,
+        "head_dim": 48,
     },
     "llama-biased": {"architecture": "LlamaForCausalLM", "attention_bias": True, "mlp_bias": True},
     "mistral": {"architecture": "MistralForCausalLM"},

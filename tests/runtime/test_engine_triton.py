@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,20 +37,29 @@ print(json.dumps([[c.token_ids for c in completions], [s.tolist() for s in score
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kv_cache"),
+    ("name", "scheme", "kv_cache", "largest"),
     [
-        (W4, None),
-        (W4, KVCacheScheme(strategy="head")),
-        (W8A8_STATIC, None),
-        (FP8, KVCacheScheme()),
+        ("llama", W4, None, 1e-4),
+        ("llama", W4, KVCacheScheme(strategy="head"), 1e-4),
+        ("llama", W8A8_STATIC, None, 1e-4),
+        # An activation near a tie takes one float8 code or the next, as the last bit of the sums
+        # before it has it; torch's own product in another order differs by as much.
+        ("llama", FP8, KVCacheScheme(), 0.05),
+        ("phi3-longrope", W4, None, 1e-4),
+        ("gemma3", W4, None, 1e-4),
     ],
-    ids=["w4", "w4-kv8-head", "w8a8", "fp8-kv8"],
+    ids=["w4", "w4-kv8-head", "w8a8", "fp8-kv8", "fused-partial-rotary", "norms-around-zero"],
 )
 def test_triton_kernels_give_what_torch_gives(
-    scheme: LinearScheme, kv_cache: KVCacheScheme | None, llama: Path, tmp_path: Path
+    name: str,
+    scheme: LinearScheme,
+    kv_cache: KVCacheScheme | None,
+    largest: float,
+    model_path: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     packed = tmp_path / "packed"
-    packed_model(llama, packed, scheme, kv_cache=kv_cache)
+    packed_model(model_path(name), packed, scheme, kv_cache=kv_cache)
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(packed), json.dumps(PROMPTS)],
@@ -63,5 +73,7 @@ def test_triton_kernels_give_what_torch_gives(
     engine = Engine.load(packed, config=EngineConfig(num_blocks=32, block_size=16))
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert tokens == [c.token_ids for c in engine.generate(PROMPTS, params)]
-    for got, expected in zip(scores, engine.score(PROMPTS[1:]), strict=True):
-        torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-4)
+    got = torch.cat([torch.tensor(values) for values in scores])
+    difference = (got - torch.cat(engine.score(PROMPTS[1:]))).abs()
+    assert difference.max() < largest
+    assert difference.median() < 1e-4

@@ -11,7 +11,9 @@ from compress.kernels.activations import fake_quantize
 from compress.kernels.ops import select
 from compress.kernels.w8a8 import has_int8_product
 from compress.runtime.linear import make_linear
+from compress.runtime.model import Linear
 from compress.runtime.products import (
+    Float8Linear,
     Int4Linear,
     Int8Linear,
     PackedLinear,
@@ -21,6 +23,7 @@ from compress.runtime.products import (
 from compress.scheme import ActivationScheme, dequantize, round_to_float8
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = select("torch", CPU)
 ROWS = [1, 2, 6, 7, 33]
 
@@ -353,3 +356,91 @@ def test_make_linear_multiplies_as_float_where_the_integer_product_is_not_exact(
     assert isinstance(linear, QuantizedInputs)
     x = torch.randn(5, 96)
     assert relative_error(linear(x), meaning(x, part, TOKEN8, None)) < 1e-6
+
+
+FLOAT_G128 = ActivationScheme(type="float", group_size=128)
+FLOAT8_PRODUCTS = {
+    "channel": ([float8(33, 96)], FLOAT_TOKEN),
+    "channels": ([float8(33, 96), float8(17, 96)], FLOAT_TOKEN),
+    "block": ([float8(200, 256, block=128)], FLOAT_G128),
+    "blocks": ([float8(128, 256, block=128), float8(70, 256, block=128)], FLOAT_G128),
+}
+
+
+def on_triton(
+    parts: list[QuantizedLinear],
+    scheme: ActivationScheme,
+    dtype: torch.dtype,
+    biases: list[torch.Tensor | None] | None = None,
+) -> Linear:
+    """The Linear of Triton's kernels, natively or in the interpreter."""
+    return make_linear(
+        parts,
+        biases or [None] * len(parts),
+        dtype=dtype,
+        device=DEVICE,
+        ops=select("triton", DEVICE),
+        activations=[scheme] * len(parts),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70], ids=lambda n: f"T{n}")
+@pytest.mark.parametrize("name", FLOAT8_PRODUCTS)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 5e-4)], ids=["fp32", "fp16"]
+)
+def test_float8_linear_is_the_product_of_what_the_codes_stand_for(
+    dtype: torch.dtype, bound: float, name: str, rows: int
+) -> None:
+    torch.manual_seed(7)
+    parts, scheme = FLOAT8_PRODUCTS[name]
+    biases = [torch.randn(len(parts[0].codes)).to(dtype), *[None] * (len(parts) - 1)]
+    linear = on_triton(parts, scheme, dtype, biases)
+    assert isinstance(linear, Float8Linear)
+    x = torch.randn(rows, parts[0].codes.shape[1]).to(dtype)
+    got = linear(x.to(DEVICE)).cpu()
+    assert got.dtype == dtype
+    expected = [meaning(x, *pair) for pair in zip(parts, [scheme] * 2, biases, strict=False)]
+    assert relative_error(got, torch.cat(expected, dim=1)) < bound
+
+
+@pytest.mark.parametrize("name", ["channel", "block"])
+def test_float8_linear_gives_a_row_the_same_bits_in_any_batch(name: str) -> None:
+    parts, scheme = FLOAT8_PRODUCTS[name]
+    linear = on_triton(parts, scheme, torch.float16)
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(66, parts[0].codes.shape[1], generator=generator).half().to(DEVICE)
+    whole = linear(x)
+    for rows in (1, 2, 16):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+
+
+def test_float8_parts_whose_blocks_do_not_stack_are_multiplied_one_by_one() -> None:
+    parts = [float8(70, 256, block=128), float8(128, 256, block=128)]
+    linear = on_triton(parts, FLOAT_G128, torch.float32)
+    assert not isinstance(linear, Float8Linear | QuantizedInputs)
+    x = torch.randn(3, 256)
+    expected = torch.cat([meaning(x, part, FLOAT_G128, None) for part in parts], dim=1)
+    assert relative_error(linear(x.to(DEVICE)).cpu(), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("part", "scheme"),
+    [
+        (with_input_scale(float8(33, 96), FLOAT_STATIC), FLOAT_STATIC),
+        (float8(33, 96), FLOAT_G32),
+        (float8(33, 128), FLOAT_G128),
+        (float8(33, 96, block=32), FLOAT_G32),
+        (float8(200, 256, block=128), FLOAT_TOKEN),
+        (float8(33, 96), TOKEN8),
+    ],
+    ids=["static", "groups", "groups-of-128", "block-32", "block-token", "int8-inputs"],
+)
+def test_float8_weights_with_other_inputs_are_dequantized(
+    part: QuantizedLinear, scheme: ActivationScheme
+) -> None:
+    linear = on_triton([part], scheme, torch.float32)
+    assert isinstance(linear, QuantizedInputs)
+    x = torch.randn(5, part.codes.shape[1])
+    got = linear(x.to(DEVICE)).cpu()
+    assert relative_error(got, meaning(x, part, scheme, None)) < 1e-6
