@@ -45,6 +45,8 @@ class EngineConfig:
     where longer sequences need other rotary factors (longrope), first trained for.
     `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
     `kernels` names a backend in `compress.kernels.ops`, `attention` one in `attention/choice.py`.
+    `deterministic` gives a request the same bits alone, in any batch, and however it is cut into
+    steps; the 4-bit product of CPUs, which computes few rows and many in two ways, is not used then.
     """
 
     block_size: int = 64
@@ -54,6 +56,7 @@ class EngineConfig:
     max_model_len: int | None = None
     kernels: str = "auto"
     attention: str = "auto"
+    deterministic: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,7 +118,9 @@ class Engine:
             device=decoder.device,
             scales=scales,
         )
-        self._attention = make_attention(config.attention, spec, self._pool, decoder.ops)
+        self._attention = make_attention(
+            config.attention, spec, self._pool, decoder.ops, deterministic=config.deterministic
+        )
 
     @classmethod
     def load(
@@ -144,6 +149,7 @@ class Engine:
             dtype=stored if dtype == "auto" else lookup(DTYPES, dtype, "dtype"),
             device=place,
             ops=select(config.kernels, place),
+            deterministic=config.deterministic,
             max_len=config.max_model_len,
         )
         eos = set(decoder.config.eos_token_ids)

@@ -32,6 +32,10 @@ of weights. Scales belong to a token or are static, so no row depends on its bat
 and `W8A8Linear`, whose sums are exact, and `Float8Linear`, which sums in one order, give a row the
 same bits in every batch.
 
+If the engine is to be deterministic, every row of the table must say as much: then `Int4Linear` is
+not used, which has two ways of computing, nor the faster product of a single row in
+`PrepackedLinear`, and `PlainLinear` computes in tiles of one height.
+
 8-bit weights with float inputs are dequantized: torch's own product, `_weight_int8pack_mm`, was no
 faster than the prepacked bfloat16 one (1/2/4/8 rows of 576 x 49152 on one core of a Zen 4:
 4.0/5.1/6.1/12.3 against 3.5/4.5/3.1/4.1 ms) and reads past the end of rows that are no multiple of
@@ -41,6 +45,7 @@ T rows, K in_features, N out_features.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -70,6 +75,16 @@ _INT4_GROUP_MULTIPLE = 32  # of the CPU product
 _INT4_OUT_MULTIPLE = 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where and how Linears are computed."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    deterministic: bool
+
+
 def make_linear(
     weights: Sequence[Weight],
     biases: Sequence[torch.Tensor | None],
@@ -78,6 +93,7 @@ def make_linear(
     device: torch.device,
     ops: Ops,
     activations: Sequence[ActivationScheme | None] | None = None,
+    deterministic: bool = False,
 ) -> Linear:
     """One Linear that gives the outputs of `weights` side by side: (T, K) -> (T, sum of N).
 
@@ -85,7 +101,8 @@ def make_linear(
     stays float); a static one needs a QuantizedLinear with an `input_scale`. Fused into a single
     product where the inputs are quantized alike and all weights are packed in one way, or none has
     a product of its own; otherwise every part is made alone and their outputs are concatenated.
-    Raises ValueError for sizes and scales that cannot be.
+    `deterministic` gives a row the same bits in every batch. Raises ValueError for sizes and scales
+    that cannot be.
     """
     schemes = list(activations or [None] * len(weights))
     for weight, scheme in zip(weights, schemes, strict=True):
@@ -93,11 +110,20 @@ def make_linear(
             check_activations(scheme, _shape(weight)[1], _input_scale(weight))
     if len({_input_key(w, scheme) for w, scheme in zip(weights, schemes, strict=True)}) == 1:
         bias = _join_biases(weights, biases, dtype, device)
-        fused = _fused_linear(weights, bias, schemes[0], dtype=dtype, device=device, ops=ops)
+        place = _Place(dtype, device, ops, deterministic)
+        fused = _fused_linear(weights, bias, schemes[0], place)
         if fused is not None:
             return fused
     parts = [
-        make_linear([weight], [bias], dtype=dtype, device=device, ops=ops, activations=[scheme])
+        make_linear(
+            [weight],
+            [bias],
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            activations=[scheme],
+            deterministic=deterministic,
+        )
         for weight, bias, scheme in zip(weights, biases, schemes, strict=True)
     ]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
@@ -107,10 +133,7 @@ def _fused_linear(
     weights: Sequence[Weight],
     bias: torch.Tensor | None,
     activations: ActivationScheme | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
+    place: _Place,
 ) -> Linear | None:
     """The weights as one product on one input, or None if they need several.
 
@@ -120,43 +143,48 @@ def _fused_linear(
     fused = _fuse_packed(weights)
     product = None
     if fused is not None:
-        if activations is not None and _has_int8_linear(fused, activations, device, ops):
+        device, ops = place.device, place.ops
+        if activations is not None and _has_int8_linear(fused, activations, place):
             if ops.backend == "triton":
                 return W8A8Linear(fused, bias, activations, device=device, ops=ops)
             return Int8Linear(fused, bias, activations)
-        if activations is not None and _has_float8_linear(fused, activations, ops):
+        if activations is not None and _has_float8_linear(fused, activations, place):
             return Float8Linear(fused, bias, activations, device=device, ops=ops)
-        product = _packed_linear(fused, bias, dtype=dtype, device=device, ops=ops)
-    elif any(_has_own_product(w, activations, dtype, device, ops) for w in weights):
+        product = _packed_linear(fused, bias, place)
+    elif any(_has_own_product(weight, activations, place) for weight in weights):
         return None
     if product is None:
-        dense = [_dense(weight, dtype, device) for weight in weights]
-        product = float_linear(dense[0] if len(dense) == 1 else torch.cat(dense), bias)
+        dense = [_dense(weight, place) for weight in weights]
+        product = float_linear(
+            dense[0] if len(dense) == 1 else torch.cat(dense),
+            bias,
+            deterministic=place.deterministic,
+        )
     if activations is None:
         return product
     scale = None if activations.dynamic else _input_scale(weights[0])
     return QuantizedInputs(
         product=product,
         activations=activations,
-        input_scale=None if scale is None else scale.to(device=device, dtype=torch.float32),
+        input_scale=None if scale is None else scale.to(place.device, torch.float32),
     )
 
 
-def _has_int8_linear(
-    linear: QuantizedLinear, activations: ActivationScheme, device: torch.device, ops: Ops
-) -> bool:
+def _has_int8_linear(linear: QuantizedLinear, activations: ActivationScheme, place: _Place) -> bool:
     return (
         activations.type == "int"
         and activations.group_size is None
         and is_int8_per_channel(linear)
         and linear.codes.shape[1] <= MAX_IN_FEATURES
-        and (ops.backend == "triton" or (device.type == "cpu" and has_int8_product()))
+        and (place.ops.backend == "triton" or (place.device.type == "cpu" and has_int8_product()))
     )
 
 
-def _has_float8_linear(linear: QuantizedLinear, activations: ActivationScheme, ops: Ops) -> bool:
+def _has_float8_linear(
+    linear: QuantizedLinear, activations: ActivationScheme, place: _Place
+) -> bool:
     """Whether weights and inputs are float8 with scales of a kind that the product takes."""
-    if ops.backend != "triton" or linear.codes.dtype != FLOAT8:
+    if place.ops.backend != "triton" or linear.codes.dtype != FLOAT8:
         return False
     if activations.type != "float" or not activations.dynamic:
         return False
@@ -170,55 +198,43 @@ def _has_float8_linear(linear: QuantizedLinear, activations: ActivationScheme, o
     )
 
 
-def _has_own_product(
-    weight: Weight,
-    activations: ActivationScheme | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-) -> bool:
+def _has_own_product(weight: Weight, activations: ActivationScheme | None, place: _Place) -> bool:
     """Whether `weight`, made alone, would be computed from its codes."""
     if isinstance(weight, torch.Tensor):
         return False
     if activations is not None and (
-        _has_int8_linear(weight, activations, device, ops)
-        or _has_float8_linear(weight, activations, ops)
+        _has_int8_linear(weight, activations, place)
+        or _has_float8_linear(weight, activations, place)
     ):
         return True
-    return _packed_kind(weight, dtype=dtype, device=device, ops=ops) is not None
+    return _packed_kind(weight, place) is not None
 
 
 def _packed_linear(
-    linear: QuantizedLinear,
-    bias: torch.Tensor | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
+    linear: QuantizedLinear, bias: torch.Tensor | None, place: _Place
 ) -> Linear | None:
     """The product of float inputs with packed weights; None where they are dequantized for it."""
-    kind = _packed_kind(linear, dtype=dtype, device=device, ops=ops)
+    kind = _packed_kind(linear, place)
     if kind is None:
         return None
     if kind == "packed":
-        return PackedLinear(linear, bias, dtype=dtype, device=device, ops=ops)
-    dense = float_linear(_dense(linear, dtype, device), bias, few_rows=False)
+        return PackedLinear(linear, bias, dtype=place.dtype, device=place.device, ops=place.ops)
+    dense = float_linear(_dense(linear, place), bias, few_rows=False)
     return Int4Linear(linear, bias, dense)
 
 
-def _packed_kind(
-    linear: QuantizedLinear, *, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> Literal["packed", "int4"] | None:
+def _packed_kind(linear: QuantizedLinear, place: _Place) -> Literal["packed", "int4"] | None:
     """Which product reads the codes of `linear` as they are."""
     if linear.codes.dtype != torch.int8:
         return None
-    if ops.backend == "triton":
+    if place.ops.backend == "triton":
         per_word = CODES_PER_WORD.get(linear.bits)
         return "packed" if per_word and linear.group_size % per_word == 0 else None
     is_cpu_int4 = (
         linear.bits == 4
-        and device.type == "cpu"
-        and dtype == torch.bfloat16
+        and not place.deterministic  # many rows would be computed in another way
+        and place.device.type == "cpu"
+        and place.dtype == torch.bfloat16
         and linear.group_size % _INT4_GROUP_MULTIPLE == 0
         and linear.codes.shape[0] % _INT4_OUT_MULTIPLE == 0
     )
@@ -264,9 +280,9 @@ def _shape(weight: Weight) -> torch.Size:
     return weight.codes.shape if isinstance(weight, QuantizedLinear) else weight.shape
 
 
-def _dense(weight: Weight, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    dense = dequantize(weight, dtype) if isinstance(weight, QuantizedLinear) else weight
-    return dense.to(device=device, dtype=dtype)
+def _dense(weight: Weight, place: _Place) -> torch.Tensor:
+    dense = dequantize(weight, place.dtype) if isinstance(weight, QuantizedLinear) else weight
+    return dense.to(device=place.device, dtype=place.dtype)
 
 
 def _join_biases(

@@ -40,13 +40,17 @@ def load_decoder(
     device: torch.device,
     ops: Ops,
     max_len: int | None = None,
+    deterministic: bool = False,
 ) -> Decoder:
     """Load the model of `checkpoint` for computing in `dtype`; ValueError names what is wrong.
 
-    `max_len` is the longest sequence that will be computed, see `decoder_config`.
+    `max_len` is the longest sequence that will be computed, see `decoder_config`. `deterministic`
+    gives a row the same bits in every batch.
     """
     config = decoder_config(checkpoint.config, max_len=max_len)
-    reader = _Reader(checkpoint, config, dtype=dtype, device=device, ops=ops)
+    reader = _Reader(
+        checkpoint, config, dtype=dtype, device=device, ops=ops, deterministic=deterministic
+    )
     family = config.family
     table = reader.embedding()
     layers = [reader.layer(f"{family.blocks}.{i}") for i in range(config.num_layers)]
@@ -87,10 +91,12 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         ops: Ops,
+        deterministic: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype, self._device, self._ops = dtype, device, ops
+        self._deterministic = deterministic
         self._scheme_for: SchemeResolver = read_scheme(checkpoint.config)
         self._unread = {name for name in checkpoint.tensors if not name.endswith(COMPUTED_SUFFIXES)}
 
@@ -243,6 +249,7 @@ class _Reader:
                 device=self._device,
                 ops=self._ops,
                 activations=activations,
+                deterministic=self._deterministic,
             )
         except ValueError as error:
             where = ", ".join(names)

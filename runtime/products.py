@@ -25,6 +25,8 @@ from compress.scheme import ActivationScheme
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 _INT4_MAX_ROWS = 6
+_MIN_FP32_ROWS = 4
+_TILE_ROWS = {"cpu": 16, "cuda": 256}  # of libraries that promise nothing
 _TYPICAL_PREFILL_ROWS = 512  # with this hint oneDNN's layout is best for many rows, equal for few
 
 
@@ -192,13 +194,50 @@ class QuantizedInputs:
         return self.product(fake_quantize(x, self.activations, self.input_scale))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedRows:
+    """`product` on tiles of exactly `num_rows` rows, or of at least as many if `at_least`.
+
+    A matrix library chooses by the number of rows how it adds up a product. With one number for all
+    a row has the same bits in every batch; the tiles end in rows of zeros.
+    """
+
+    product: Product
+    num_rows: int
+    at_least: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.at_least and len(x) >= self.num_rows:
+            return self.product(x)
+        num_tiles = -(-len(x) // self.num_rows)
+        padded = x.new_zeros(num_tiles * self.num_rows, x.shape[1])
+        padded[: len(x)] = x
+        tiles = [self.product(tile) for tile in padded.split(self.num_rows)]
+        return (tiles[0] if num_tiles == 1 else torch.cat(tiles))[: len(x)]
+
+
 def float_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, *, few_rows: bool = True
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    few_rows: bool = True,
+    deterministic: bool = False,
 ) -> Product:
-    """x W^T + b with a float weight (N, K); `few_rows` False: it will not be called with one."""
-    if weight.device.type == "cpu" and _can_prepack(weight.dtype):
-        return PrepackedLinear(weight, bias, few_rows=few_rows)
-    return PlainLinear(weight=weight, bias=bias)
+    """x W^T + b with a float weight (N, K); `few_rows` False: it will not be called with one.
+
+    `deterministic` gives a row the same bits in every batch. oneDNN's prepacked products do, but in
+    fp32 not with fewer than 4 rows: see `tests/runtime/test_determinism.py`.
+    """
+    device = weight.device.type
+    if device == "cpu" and _can_prepack(weight.dtype):
+        product = PrepackedLinear(weight, bias, few_rows=few_rows and not deterministic)
+        if deterministic and weight.dtype == torch.float32:
+            return FixedRows(product=product, num_rows=_MIN_FP32_ROWS, at_least=True)
+        return product
+    plain = PlainLinear(weight=weight, bias=bias)
+    if deterministic:
+        return FixedRows(product=plain, num_rows=_TILE_ROWS[device])
+    return plain
 
 
 def _can_prepack(dtype: torch.dtype) -> bool:
