@@ -46,7 +46,7 @@ class EngineConfig:
     `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
     `kernels` names a backend in `compress.kernels.ops`, `attention` one in `attention/choice.py`.
     `deterministic` gives a request the same bits alone, in any batch, and however it is cut into
-    steps; the 4-bit product of CPUs, which computes few rows and many in two ways, is not used then.
+    steps; the 4-bit product of CPUs, which has two ways for few rows and many, is not used then.
     """
 
     block_size: int = 64

@@ -25,7 +25,7 @@ from compress.scheme import ActivationScheme
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 _INT4_MAX_ROWS = 6
-_MIN_FP32_ROWS = 4
+_MIN_ROWS = 2  # of oneDNN's products, to be independent of the number of rows
 _TILE_ROWS = {"cpu": 16, "cuda": 256}  # of libraries that promise nothing
 _TYPICAL_PREFILL_ROWS = 512  # with this hint oneDNN's layout is best for many rows, equal for few
 
@@ -212,7 +212,7 @@ class FixedRows:
         num_tiles = -(-len(x) // self.num_rows)
         padded = x.new_zeros(num_tiles * self.num_rows, x.shape[1])
         padded[: len(x)] = x
-        tiles = [self.product(tile) for tile in padded.split(self.num_rows)]
+        tiles = [self.product(tile) for tile in torch.split(padded, self.num_rows)]
         return (tiles[0] if num_tiles == 1 else torch.cat(tiles))[: len(x)]
 
 
@@ -225,14 +225,14 @@ def float_linear(
 ) -> Product:
     """x W^T + b with a float weight (N, K); `few_rows` False: it will not be called with one.
 
-    `deterministic` gives a row the same bits in every batch. oneDNN's prepacked products do, but in
-    fp32 not with fewer than 4 rows: see `tests/runtime/test_determinism.py`.
+    `deterministic` gives a row the same bits in every batch. oneDNN's prepacked products do, except
+    that it adds up the product of a single long row in another order.
     """
     device = weight.device.type
     if device == "cpu" and _can_prepack(weight.dtype):
         product = PrepackedLinear(weight, bias, few_rows=few_rows and not deterministic)
-        if deterministic and weight.dtype == torch.float32:
-            return FixedRows(product=product, num_rows=_MIN_FP32_ROWS, at_least=True)
+        if deterministic:
+            return FixedRows(product=product, num_rows=_MIN_ROWS, at_least=True)
         return product
     plain = PlainLinear(weight=weight, bias=bias)
     if deterministic:
