@@ -30,6 +30,7 @@ __all__ = [
     "BenchCase",
     "CompileCase",
     "Instruction",
+    "check_one_device",
     "check_rows",
     "check_tensor",
     "tl",
@@ -114,6 +115,17 @@ def check_tensor(
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     found = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     raise ValueError(f"{name} must be {names} of shape ({sizes}), got {found}")
+
+
+def check_one_device(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all `tensors` (those not None) are on the device of the first."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    (first, expected), *others = present.items()
+    for name, tensor in others:
+        if tensor.device != expected.device:
+            raise ValueError(
+                f"{name} must be on {expected.device}, as {first} is, got {tensor.device}"
+            )
 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:
