@@ -29,12 +29,20 @@ arXiv:2211.10017 (experts with packed weights).
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from compress.kernels.grouped_matmul_kernels import dense_kernel, packed_kernel, sum_parts_kernel
+from compress.kernels.grouped_matmul_plan import (
+    APART,
+    FP32_TILES,
+    TILES,
+    dense_variant,
+    plan_dense,
+    plan_packed,
+)
 from compress.kernels.jit import (
     FLOAT_DTYPES,
     BenchCase,
@@ -45,40 +53,15 @@ from compress.kernels.jit import (
 )
 from compress.kernels.moe_routing import Routing, route
 from compress.kernels.wna16 import (
-    CODES_PER_WORD,
     PackedWeight,
     check_weight,
     expert_weight,
-    splits_of,
     tile_for,
     variant,
     wna16_ref,
     wna16_torch,
 )
 
-
-class _Tile(NamedTuple):
-    block_m: int  # slots
-    block_n: int  # weight rows
-    num_warps: int
-    num_stages: int
-
-
-# Rows of a tile of the routing -> tile; for fp32, which tensor cores do not multiply exactly, the
-# largest. Nothing spills on sm_80 to sm_100. Not yet timed on a card.
-_TILES: dict[int, _Tile] = {
-    16: _Tile(16, 64, 4, 5),
-    32: _Tile(32, 64, 4, 4),
-    64: _Tile(64, 64, 4, 4),
-    128: _Tile(128, 128, 8, 3),
-}
-_LARGEST_FP32 = 32
-_LARGEST_SPLIT_N = 64  # a split and the sum of those before it are both in registers
-_BLOCK_K = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
-_APART = 16  # tiles of so many rows have a program for each split
-_PROGRAMS = 256  # that fill a card: about two for each multiprocessor
-_MIN_SPLIT = 1024  # columns
-_MAX_SPLITS = 16
 _SUM_BLOCK = 1024
 
 
@@ -120,10 +103,10 @@ def grouped_matmul_triton(
     if not y.numel():
         return y
     if isinstance(weight, torch.Tensor):
-        plan = _plan_dense(x, weight, routing)
+        plan = plan_dense(x, weight, routing)
     else:
-        plan = _plan_packed(x, weight, routing)
-    apart = plan.num_splits > 1 and routing.block_m == _APART
+        plan = plan_packed(x, weight, routing)
+    apart = plan.num_splits > 1 and routing.block_m == APART
     shape = (plan.num_splits, num_slots, out_features)
     target = torch.empty(shape, dtype=torch.float32, device=x.device) if apart else y
     sub_tiles = routing.block_m // plan.constexprs["BLOCK_M"]
@@ -196,70 +179,6 @@ def _check_packed(
     return tensors
 
 
-class _Plan(NamedTuple):
-    """What is launched for one weight, but for what depends on the routing."""
-
-    kernel: Any
-    tensors: tuple[torch.Tensor, ...]
-    sizes: tuple[int, ...]
-    num_splits: int
-    constexprs: dict[str, Any]
-    options: dict[str, int]
-
-
-def _plan_dense(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> _Plan:
-    _, out_features, in_features = weight.shape
-    num_splits, split_columns = _dense_splits(out_features, in_features, _BLOCK_K[x.dtype])
-    constexprs, options = _dense_variant(x.dtype, routing.block_m, in_features, num_splits)
-    sizes = (len(routing.sorted_rows), out_features, in_features, split_columns)
-    return _Plan(dense_kernel, (x, weight), sizes, num_splits, constexprs, options)
-
-
-def _plan_packed(x: torch.Tensor, weight: PackedWeight, routing: Routing) -> _Plan:
-    _, out_features, num_groups = weight.scale.shape
-    asymmetric, bits = weight.zero_point is not None, weight.bits
-    group = weight.in_features // num_groups
-    constexprs, options = variant(
-        tile_for(routing.block_m, bits), bits, group, num_groups, asymmetric=asymmetric
-    )
-    num_splits, split_words = splits_of(expert_weight(weight, 0))
-    by_code = x.view(len(x), -1, CODES_PER_WORD[bits]).transpose(1, 2).contiguous()
-    unread = weight.words  # in the place of what is not read without its constant
-    tensors = (
-        by_code,  # (rows, C, K / C)
-        weight.words,
-        unread if weight.high is None else weight.high,
-        weight.scale,
-        unread if weight.zero_point is None else weight.zero_point,
-    )
-    strides = weight.scale.stride()
-    sizes = (len(x), len(routing.sorted_rows), out_features, num_groups, split_words, *strides)
-    return _Plan(packed_kernel, tensors, sizes, num_splits, constexprs, options)
-
-
-def _dense_splits(out_features: int, in_features: int, block_k: int) -> tuple[int, int]:
-    """How many splits, and columns of each: whole steps, the last split may have fewer."""
-    num_tiles = -(-out_features // _TILES[16].block_n)
-    wanted = min(_MAX_SPLITS, -(-_PROGRAMS // max(num_tiles, 1)), in_features // _MIN_SPLIT)
-    num_steps = -(-in_features // block_k)
-    steps = -(-num_steps // max(wanted, 1))
-    return -(-num_steps // steps), steps * block_k
-
-
-def _dense_variant(
-    dtype: torch.dtype, block_m: int, in_features: int, num_splits: int
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Compile-time constants and launch options for tiles of `block_m` rows."""
-    tile = _TILES[min(block_m, _LARGEST_FP32) if dtype == torch.float32 else block_m]
-    constexprs = {
-        "EVEN_K": in_features % _BLOCK_K[dtype] == 0,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n if num_splits == 1 else min(tile.block_n, _LARGEST_SPLIT_N),
-        "BLOCK_K": _BLOCK_K[dtype],
-    }
-    return constexprs, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
 def grouped_matmul_torch(
     x: torch.Tensor,
     weight: torch.Tensor | PackedWeight,
@@ -273,6 +192,8 @@ def grouped_matmul_torch(
     _check(x, weight, routing, rows_per_token, factor)
     shape = (len(routing.sorted_rows), _out_features(weight))
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
     slots_per_row = routing.top_k // rows_per_token
     slots = routing.sorted_rows.long()
     starts = routing.expert_starts.tolist()
@@ -305,15 +226,15 @@ def compile_cases() -> list[CompileCase]:
         for factor in (False, True)
     ]
     for dtype, block_m, in_features in (
-        *((torch.bfloat16, block_m, 4096) for block_m in _TILES),
+        *((torch.bfloat16, block_m, 4096) for block_m in TILES),
         *((torch.bfloat16, block_m, 1000) for block_m in (16, 128)),
-        *((torch.float32, block_m, 4096) for block_m in (16, _LARGEST_FP32)),
+        *((torch.float32, block_m, 4096) for block_m in FP32_TILES),
     ):
         name = "bf16" if dtype == torch.bfloat16 else "fp32"
         floats = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), f"*{name}")
         for splits in _splits_of_tile(block_m):
             num_splits = 1 if splits == "one" else 4
-            constexprs, options = _dense_variant(dtype, block_m, in_features, num_splits)
+            constexprs, options = dense_variant(dtype, block_m, in_features, num_splits)
             label = f"{name},K={in_features}"
             cases.append(
                 _compile_case(dense_kernel, label, splits, types | floats, constexprs, options)
@@ -332,7 +253,7 @@ def compile_cases() -> list[CompileCase]:
 
 
 def _splits_of_tile(block_m: int) -> tuple[str, str]:
-    return ("one", "apart" if block_m == _APART else "in turn")
+    return ("one", "apart" if block_m == APART else "in turn")
 
 
 def _compile_case(

@@ -36,5 +36,5 @@ def moe_mlp(
     routing = route(ids, router_logits.shape[1])
     hidden = ops.silu_mul(ops.grouped_matmul(x, gate_up, routing, rows_per_token=1))
     y = ops.grouped_matmul(hidden, down, routing, rows_per_token=top_k)
-    out: torch.Tensor = ops.combine(y.view(len(x), top_k, -1), weights)
+    out: torch.Tensor = ops.combine(y.view(len(x), top_k, y.shape[1]), weights)
     return out

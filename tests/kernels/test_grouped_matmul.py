@@ -70,7 +70,7 @@ CASES = [
     pytest.param(4, 130, 2, "random", 130, 96, id="E4-T130-top2"),
     pytest.param(8, 33, 2, "one", 80, 96, id="E8-T33-top2-one"),
     pytest.param(4, 1, 2, "random", 17, 2304, id="E4-T1-top2-splits"),
-    pytest.param(2, 33, 2, "random", 17, 2304, id="E2-T33-top2-splits"),
+    pytest.param(2, 20, 2, "random", 17, 2304, id="E2-T20-top2-splits"),
 ]
 
 
@@ -93,10 +93,10 @@ def test_triton_matches_reference(E, T, top_k, load, N, K, kind, per_slot, dtype
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
 @pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
-@pytest.mark.parametrize("block_m", BLOCKS_M)
+@pytest.mark.parametrize("block_m", [16, 64])
 def test_other_widths_match_reference(bits, asymmetric, block_m, poisoned_empty):
     weight = packed(4, 33, 96, 32, torch.float32, bits=bits, asymmetric=asymmetric)
-    routing, x = route(choose(33, 2, 4), 4, block_m), floats(33, 96)
+    routing, x = route(choose(17, 2, 4), 4, block_m), floats(17, 96)
     got, plain, exact = (
         product(x, weight, routing, rows_per_token=1)
         for product in (grouped_matmul_triton, grouped_matmul_torch, exactly)
@@ -104,11 +104,11 @@ def test_other_widths_match_reference(bits, asymmetric, block_m, poisoned_empty)
     assert_as_exact_as(got, plain, exact)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data(), E=st.integers(1, 9), top_k=st.integers(1, 3), per_slot=st.booleans())
 def test_products_of_integers_are_exact_for_every_routing(data, E, top_k, per_slot):
     """Sums of small integers do not round, so a row that went to a wrong expert or slot shows."""
-    T = data.draw(st.integers(0, 40))
+    T = data.draw(st.integers(0, 25))
     expert = st.integers(0, E - 1)
     ids = data.draw(st.lists(expert, min_size=T * top_k, max_size=T * top_k))
     ids = torch.tensor(ids, dtype=torch.int64, device=DEVICE).view(T, top_k)
@@ -121,36 +121,34 @@ def test_products_of_integers_are_exact_for_every_routing(data, E, top_k, per_sl
         assert torch.equal(product(x, weight, routing, rows_per_token=rows_per_token), want)
 
 
-SPLITS = pytest.mark.parametrize("N, K", [(80, 96), (64, 2304)], ids=["one-split", "splits"])
+SPLITS = pytest.mark.parametrize("N, K", [(80, 96), (33, 2304)], ids=["one-split", "splits"])
 
 
 @SPLITS
-@pytest.mark.parametrize("kind", ["dense", "4b", "3b"])
+@pytest.mark.parametrize("kind", ["dense", "4b"])
 def test_row_has_the_same_bits_in_every_batch(N, K, kind):
     """16 rows of a tile add the splits in a second kernel, more in the first; the factor is applied
     after that."""
     if kind == "dense":
-        weight = floats(4, N, K, dtype=torch.float16)
+        weight = floats(2, N, K, dtype=torch.float16)
     else:
-        weight = packed(4, N, K, 32, torch.float16, bits=int(kind[0]))
-    x, ids, factor = floats(64, K, dtype=torch.float16), choose(64, 2, 4), floats(128)
+        weight = packed(2, N, K, 32, torch.float16)
+    x, ids, factor = floats(40, K, dtype=torch.float16), choose(40, 2, 2), floats(80)
 
     def product(T, block_m=None):
         options = {"rows_per_token": 1, "factor": factor[: 2 * T]}
-        return grouped_matmul_triton(x[:T], weight, route(ids[:T], 4, block_m), **options)
+        return grouped_matmul_triton(x[:T], weight, route(ids[:T], 2, block_m), **options)
 
-    whole = product(64)
-    for T in (1, 2, 5, 16):
-        assert torch.equal(product(T), whole[: 2 * T])
-    for block_m in BLOCKS_M:
-        assert torch.equal(product(64, block_m), whole)
+    whole = product(40)
+    for T, block_m in ((1, None), (5, None), (16, None), (20, 32), (20, 128)):
+        assert torch.equal(product(T, block_m), whole[: 2 * T])
 
 
 @SPLITS
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packed_row_is_that_of_wna16(N, K, bits):
-    weight, x = packed(4, N, K, 32, torch.float16, bits=bits), floats(9, K, dtype=torch.float16)
-    ids = choose(9, 2, 4)
+    weight, x = packed(4, N, K, 32, torch.float16, bits=bits), floats(2, K, dtype=torch.float16)
+    ids = choose(2, 2, 4)
     y = grouped_matmul_triton(x, weight, route(ids, 4), rows_per_token=1)
     for slot, expert in enumerate(ids.flatten().tolist()):
         alone = wna16_triton(x[slot // 2 : slot // 2 + 1], expert_weight(weight, expert))
