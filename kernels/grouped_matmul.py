@@ -40,6 +40,7 @@ from compress.kernels.grouped_matmul_plan import (
     FP32_TILES,
     TILES,
     dense_variant,
+    packed_variant,
     plan_dense,
     plan_packed,
 )
@@ -56,8 +57,6 @@ from compress.kernels.wna16 import (
     PackedWeight,
     check_weight,
     expert_weight,
-    tile_for,
-    variant,
     wna16_ref,
     wna16_torch,
 )
@@ -245,9 +244,12 @@ def compile_cases() -> list[CompileCase]:
         *((bits, block_m, True) for bits in (2, 3) for block_m in (16, 32)),
         *((8, block_m, True) for block_m in (16, 64)),
     ):
-        constexprs, options = variant(tile_for(block_m, bits), bits, 128, 32, asymmetric=asymmetric)
         label = f"{bits}b,{'asym' if asymmetric else 'sym'}"
         for splits in _splits_of_tile(block_m):
+            num_splits = 1 if splits == "one" else 4
+            constexprs, options = packed_variant(
+                block_m, bits, 128, 32, num_splits, asymmetric=asymmetric
+            )
             cases.append(_compile_case(packed_kernel, label, splits, types, constexprs, options))
     return cases
 

@@ -61,12 +61,12 @@ def plan_dense(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> Plan:
 
 def plan_packed(x: torch.Tensor, weight: PackedWeight, routing: Routing) -> Plan:
     _, out_features, num_groups = weight.scale.shape
-    asymmetric, bits = weight.zero_point is not None, weight.bits
-    group = weight.in_features // num_groups
-    constexprs, options = variant(
-        tile_for(routing.block_m, bits), bits, group, num_groups, asymmetric=asymmetric
-    )
+    bits, group = weight.bits, weight.in_features // num_groups
     num_splits, split_words = splits_of(expert_weight(weight, 0))
+    constexprs, options = packed_variant(
+        routing.block_m, bits, group, num_groups, num_splits,
+        asymmetric=weight.zero_point is not None,
+    )  # fmt: skip
     by_code = x.view(len(x), -1, CODES_PER_WORD[bits]).transpose(1, 2).contiguous()
     unread = weight.words  # in the place of what is not read without its constant
     tensors = (
@@ -103,3 +103,15 @@ def dense_variant(
         "BLOCK_K": _BLOCK_K[dtype],
     }
     return constexprs, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def packed_variant(
+    block_m: int, bits: int, group: int, num_groups: int, num_splits: int, *, asymmetric: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The same of a packed weight. With 16 codes per word (2 and 3 bits) the tile must be smaller,
+    or have more warps, than in wna16.py, or registers spill."""
+    many_codes = CODES_PER_WORD[bits] == 16
+    tile = tile_for(16 if many_codes and num_splits > 1 else block_m, bits)
+    if many_codes and tile.block_m == 16:
+        tile = tile._replace(num_warps=8)
+    return variant(tile, bits, group, num_groups, asymmetric=asymmetric)
