@@ -23,15 +23,15 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Rows of a tile of the routing -> tile; in fp32, which tensor cores do not multiply exactly, larger
-# ones are computed in pieces. Nothing spills on sm_80 to sm_100. Not yet timed on a card.
+# Rows of a tile of the routing -> tile; in fp32, which tensor cores do not multiply exactly, every
+# one is computed in pieces of 16. Nothing spills on sm_80 to sm_100. Not yet timed on a card.
 TILES: dict[int, _Tile] = {
     16: _Tile(16, 64, 4, 5),
     32: _Tile(32, 64, 4, 4),
     64: _Tile(64, 64, 4, 4),
     128: _Tile(128, 128, 8, 3),
 }
-FP32_TILES: dict[int, _Tile] = {16: _Tile(16, 64, 4, 4), 32: _Tile(32, 64, 8, 3)}
+_FP32_TILE = _Tile(16, 64, 4, 4)
 _LARGEST_SPLIT_N = 64  # a split and the sum of those before it are both in registers
 _BLOCK_K = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
 APART = 16  # tiles of so many rows have a program for each split
@@ -94,8 +94,7 @@ def dense_variant(
     dtype: torch.dtype, block_m: int, in_features: int, num_splits: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Compile-time constants and launch options for tiles of `block_m` rows."""
-    fp32 = dtype == torch.float32
-    tile = FP32_TILES[min(block_m, max(FP32_TILES))] if fp32 else TILES[block_m]
+    tile = _FP32_TILE if dtype == torch.float32 else TILES[block_m]
     constexprs = {
         "EVEN_K": in_features % _BLOCK_K[dtype] == 0,
         "BLOCK_M": tile.block_m,
