@@ -34,6 +34,9 @@ KERNEL_MODULES = (
     "rejection",
     "quantize_float8",
     "w8a8_float8",
+    "moe_routing",
+    "moe_combine",
+    "grouped_matmul",
 )
 
 ARCHES = tuple(SHARED_LIMIT)

@@ -94,6 +94,18 @@ OPS: dict[str, dict[str, str]] = {
         "torch": "compress.kernels.w8a8_float8:w8a8_float8_torch",
         "triton": "compress.kernels.w8a8_float8:w8a8_float8_triton",
     },
+    "topk_softmax": {
+        "torch": "compress.kernels.moe_routing:topk_softmax_torch",
+        "triton": "compress.kernels.moe_routing:topk_softmax_triton",
+    },
+    "grouped_matmul": {
+        "torch": "compress.kernels.grouped_matmul:grouped_matmul_torch",
+        "triton": "compress.kernels.grouped_matmul:grouped_matmul_triton",
+    },
+    "combine": {
+        "torch": "compress.kernels.moe_combine:combine_torch",
+        "triton": "compress.kernels.moe_combine:combine_triton",
+    },
 }
 BACKENDS: dict[str, str] = {"torch": "cpu", "triton": "cuda"}  # -> the device type it is for
 _AUTO = "auto"
@@ -123,6 +135,9 @@ class Ops(NamedTuple):
     accept_tree: Callable[..., tuple[torch.Tensor, ...]]
     quantize_float8: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     w8a8_float8: Callable[..., torch.Tensor]
+    topk_softmax: Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
+    grouped_matmul: Callable[..., torch.Tensor]
+    combine: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def select(backend: str, device: torch.device | str) -> Ops:

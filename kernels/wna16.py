@@ -30,6 +30,7 @@ Elephants Can't Run, arXiv:2211.10017 (conversion by the mantissa); Hoque et al.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,7 +78,8 @@ _SUM_BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """A weight as `wna16` reads it; shapes in the module docstring."""
+    """A weight as `wna16` reads it; shapes in the module docstring. `grouped_matmul` reads a stack
+    of them, one per expert, in one more leading dimension."""
 
     words: torch.Tensor
     high: torch.Tensor | None
@@ -87,7 +89,7 @@ class PackedWeight:
 
     @property
     def in_features(self) -> int:
-        return self.words.shape[1] * CODES_PER_WORD[self.bits]
+        return self.words.shape[-1] * CODES_PER_WORD[self.bits]
 
 
 def pack_weight(
@@ -132,6 +134,47 @@ def unpack_codes(weight: PackedWeight) -> torch.Tensor:
     return (codes - (1 << (weight.bits - 1))).to(torch.int8).flatten(1)
 
 
+def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of E experts from E of the same shape, bits and symmetry."""
+
+    def stack(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.stack(present) if present else None
+
+    if not weights:
+        raise ValueError("weights must be of at least one expert")
+    kinds = {
+        (
+            weight.bits,
+            tuple(weight.words.shape),
+            tuple(weight.scale.shape),
+            weight.zero_point is None,
+        )
+        for weight in weights
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"weights must agree in bits, shapes and symmetry, got {sorted(kinds)}")
+    return PackedWeight(
+        words=torch.stack([weight.words for weight in weights]),
+        high=stack([weight.high for weight in weights]),
+        # (G, N) in memory, as `pack_weight` leaves it
+        scale=torch.stack([weight.scale.t() for weight in weights]).transpose(1, 2),
+        zero_point=stack([weight.zero_point for weight in weights]),
+        bits=weights[0].bits,
+    )
+
+
+def expert_weight(weight: PackedWeight, expert: int) -> PackedWeight:
+    """The weight of one expert, as `wna16` takes it: views of the stack."""
+    return replace(
+        weight,
+        words=weight.words[expert],
+        high=None if weight.high is None else weight.high[expert],
+        scale=weight.scale[expert],
+        zero_point=None if weight.zero_point is None else weight.zero_point[expert],
+    )
+
+
 def wna16_ref(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Oracle: `wna16` in float64, without rounding the weight."""
     codes = unpack_codes(weight).double().view(*weight.scale.shape, -1)
@@ -143,15 +186,15 @@ def wna16_ref(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 
 def wna16_triton(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Triton `wna16`; shapes and contract in the module docstring, ValueError if broken."""
-    num_groups = _check(x, weight)
+    num_groups = check_weight(x, weight)
     num_tokens, out_features = x.shape[0], weight.words.shape[0]
     y = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    tile = _tile(num_tokens, weight.bits)
+    tile = tile_for(num_tokens, weight.bits)
     group = weight.in_features // num_groups
     asymmetric = weight.zero_point is not None
-    constexprs, options = _variant(tile, weight.bits, group, num_groups, asymmetric=asymmetric)
+    constexprs, options = variant(tile, weight.bits, group, num_groups, asymmetric=asymmetric)
     num_splits, split_words = splits_of(weight)
     per_word = CODES_PER_WORD[weight.bits]
     by_code = x.reshape(num_tokens, -1, per_word).transpose(1, 2).contiguous()  # (M, C, K / C)
@@ -181,7 +224,7 @@ def wna16_triton(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     return y
 
 
-def _check(x: torch.Tensor, weight: PackedWeight) -> int:
+def check_weight(x: torch.Tensor, weight: PackedWeight) -> int:
     """Number of groups; ValueError that names the argument which breaks the contract."""
     if weight.bits not in CODES_PER_WORD:
         raise ValueError(f"weight.bits must be 2, 3, 4 or 8, got {weight.bits}")
@@ -214,7 +257,7 @@ def _check(x: torch.Tensor, weight: PackedWeight) -> int:
     return num_groups
 
 
-def _tile(num_tokens: int, bits: int) -> _Tile:
+def tile_for(num_tokens: int, bits: int) -> _Tile:
     num_tokens = min(num_tokens, _MAX_TOKENS[bits])
     return next(tile for largest, tile in _TILES if num_tokens <= largest)
 
@@ -230,7 +273,7 @@ def splits_of(weight: PackedWeight) -> tuple[int, int]:
     return -(-num_steps // steps), steps * block_w
 
 
-def _variant(
+def variant(
     tile: _Tile, bits: int, group: int, num_groups: int, *, asymmetric: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Compile-time constants and launch options of one tile."""
@@ -286,7 +329,7 @@ def compile_cases() -> list[CompileCase]:
         for bits, group, num_groups, asymmetric in layouts:
             if tile.block_m > _MAX_TOKENS[bits]:
                 continue
-            constexprs, options = _variant(tile, bits, group, num_groups, asymmetric=asymmetric)
+            constexprs, options = variant(tile, bits, group, num_groups, asymmetric=asymmetric)
             shape = f"K={group * num_groups},group={group},{'asym' if asymmetric else 'sym'}"
             cases.append(
                 CompileCase(

@@ -22,7 +22,7 @@ def _to_float(codes, BITS: tl.constexpr, dtype: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _accumulate(
+def accumulate(
     x_ptr, w_ptr, high_ptr, scale_ptr, zero_ptr,
     offs_m, offs_n, first, last, M, N, num_words, num_groups,
     stride_sn, stride_sg,
@@ -87,7 +87,7 @@ def whole_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     num_words = num_groups * GROUP_WORDS  # the compiler sees how rows are aligned
     if ONE_SPLIT:
-        total = _accumulate(
+        total = accumulate(
             x_ptr, w_ptr, high_ptr, scale_ptr, zero_ptr,
             offs_m, offs_n, 0, num_words, M, N, num_words, num_groups, stride_sn, stride_sg,
             BITS, CODES, GROUP_WORDS, HAS_ZERO, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_W,
@@ -95,7 +95,7 @@ def whole_kernel(
     else:
         total = tl.full((BLOCK_N, BLOCK_M), 0.0, dtype=tl.float32)
         for first in range(0, num_words, split_words):
-            total += _accumulate(
+            total += accumulate(
                 x_ptr, w_ptr, high_ptr, scale_ptr, zero_ptr,
                 offs_m, offs_n, first, tl.minimum(first + split_words, num_words),
                 M, N, num_words, num_groups, stride_sn, stride_sg,
@@ -124,7 +124,7 @@ def split_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     num_words = num_groups * GROUP_WORDS
     first = tl.program_id(2) * split_words
-    acc = _accumulate(
+    acc = accumulate(
         x_ptr, w_ptr, high_ptr, scale_ptr, zero_ptr,
         offs_m, offs_n, first, tl.minimum(first + split_words, num_words),
         M, N, num_words, num_groups, stride_sn, stride_sg,
