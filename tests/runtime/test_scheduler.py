@@ -2,9 +2,10 @@
 
 import pytest
 
+from compress.runtime.admission import peak_blocks
 from compress.runtime.blocks import BlockManager
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Schedule, Scheduler, peak_blocks
+from compress.runtime.scheduler import Schedule, Scheduler
 
 
 def request(name: str, prompt: int, max_tokens: int = 4) -> Request:
@@ -109,8 +110,8 @@ def test_schedule_preempts_the_latest_request_when_the_pool_runs_out() -> None:
     first, second = request("a", 4, max_tokens=9), request("b", 4, max_tokens=9)
     plan.add(first)
     compute(plan.schedule())
-    plan.waiting.append(second)  # past the admission rule, as after a wrong estimate
-    plan.waiting.remove(second)
+    plan.add(second)
+    plan.waiting.remove(second)  # past the admission rule, as after a wrong estimate
     plan.running.append(second)
     preempted = []
     for _ in range(8):
