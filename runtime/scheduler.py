@@ -143,8 +143,7 @@ class Scheduler:
         if not self.chunked_prefill:
             if not prompts and self._may_join and self._can_admit():
                 prompts = [self._admit(step)]
-            if prompts and self._needs_a_step(prompts[0], decoding):
-                self._schedule_request(step, prompts[0], prompts[0].num_uncomputed_tokens)
+            if prompts and self._schedule_alone(step, prompts[0], decoding):
                 return step
         budget = self.token_budget - self._schedule_decoding(step, decoding)
         for request in prompts:
@@ -198,10 +197,16 @@ class Scheduler:
         """Whether some of `num_tokens` can be computed in this step; without chunks, all."""
         return budget > 0 and (self.chunked_prefill or num_tokens <= budget)
 
-    def _needs_a_step(self, prompt: Request, decoding: Sequence[Request]) -> bool:
-        """Whether a whole prompt does not fit the budget beside the decoding requests."""
+    def _schedule_alone(self, step: Schedule, prompt: Request, decoding: Sequence[Request]) -> bool:
+        """Whether the step is for one whole prompt, which does not fit beside the decoding requests.
+
+        Not if the prompt was preempted for want of blocks: then the others go on.
+        """
         beside = sum(request.num_uncomputed_tokens for request in decoding)
-        return prompt.num_uncomputed_tokens + beside > self.token_budget
+        size = prompt.num_uncomputed_tokens
+        return size + beside > self.token_budget and bool(
+            self._schedule_request(step, prompt, size)
+        )
 
     def _schedule_request(self, step: Schedule, request: Request, budget: int) -> int:
         """Add up to `budget` tokens of `request` to the step, and say how many.
