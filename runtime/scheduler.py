@@ -198,9 +198,9 @@ class Scheduler:
         return budget > 0 and (self.chunked_prefill or num_tokens <= budget)
 
     def _schedule_alone(self, step: Schedule, prompt: Request, decoding: Sequence[Request]) -> bool:
-        """Whether the step is for one whole prompt, which does not fit beside the decoding requests.
+        """Give the step to one whole prompt if it does not fit beside the decoding requests.
 
-        Not if the prompt was preempted for want of blocks: then the others go on.
+        False if it fits, or was preempted for want of blocks: then the others go on.
         """
         beside = sum(request.num_uncomputed_tokens for request in decoding)
         size = prompt.num_uncomputed_tokens

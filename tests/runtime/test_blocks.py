@@ -25,6 +25,14 @@ def parentless_hash(parent: int, token_ids: tuple[int, ...]) -> int:
 HASHES: list[BlockHash] = [chain_hash, parentless_hash, constant_hash]
 
 
+# Often whole blocks, and the same ones.
+TOKENS = st.lists(st.sampled_from([(0,), (1,), (0,) * BLOCK_SIZE, (1,) * BLOCK_SIZE]), max_size=4)
+
+
+def joined(parts: list[Prefix]) -> list[int]:
+    return [token for part in parts for token in part]
+
+
 class BlockMachine(RuleBasedStateMachine):
     """Writes through block tables, and checks that every sequence reads what is its own.
 
@@ -48,7 +56,7 @@ class BlockMachine(RuleBasedStateMachine):
     def some_sequence(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.expected)))
 
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=2 * BLOCK_SIZE + 1))
+    @rule(data=st.data(), more=TOKENS.map(joined))
     def start(self, data: st.DataObject, more: list[int]) -> None:
         known = data.draw(st.sampled_from([(), *sorted(self.registered)]))
         tokens = [*known, *more] or [1]
@@ -69,10 +77,11 @@ class BlockMachine(RuleBasedStateMachine):
             assert self.blocks.num_free_blocks == before
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def write(self, data: st.DataObject, tokens: list[int]) -> None:
+    @rule(data=st.data(), tokens=TOKENS.map(joined), is_certain=st.booleans())
+    def write(self, data: st.DataObject, tokens: list[int], is_certain: bool) -> None:
         name = self.some_sequence(data)
-        self.write_at(name, len(self.expected[name]), tokens)
+        if self.write_at(name, len(self.expected[name]), tokens or [1]) and is_certain:
+            self.register_certain(name, 0)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), back=st.integers(1, 6), token=st.integers(0, 1))
@@ -109,7 +118,9 @@ class BlockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), unsure=st.integers(0, 3))
     def register(self, data: st.DataObject, unsure: int) -> None:
-        name = self.some_sequence(data)
+        self.register_certain(self.some_sequence(data), unsure)
+
+    def register_certain(self, name: str, unsure: int) -> None:
         tokens = self.expected[name]
         num_certain = max(len(tokens) - unsure, 0)
         self.blocks.register(name, tokens, num_certain)

@@ -120,16 +120,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        more=st.lists(st.integers(0, 1), max_size=9),
+        more=st.lists(st.sampled_from([(0,), (1,), (0,) * BLOCK_SIZE]), max_size=5),
         max_tokens=st.integers(0, 8),
         priority=st.integers(0, 2),
     )
-    def add(self, data: st.DataObject, more: list[int], max_tokens: int, priority: int) -> None:
+    def add(self, data: st.DataObject, more: list[Prefix], max_tokens: int, priority: int) -> None:
         if len(self.requests) >= 8:
             return
         known = data.draw(st.sampled_from(self.seen))[: data.draw(st.integers(0, 13))]
-        prompt = [*known, *more] if len(known) + len(more) > 1 else [0, 1]
-        prompt = prompt[: MAX_LEN - max_tokens]
+        prompt = [*known, *(token for part in more for token in part)][: MAX_LEN - max_tokens]
+        if len(prompt) < 2:
+            prompt = [0, 1]
         params = SamplingParams(max_tokens=max_tokens) if max_tokens else None
         name = self.name()
         request = Request(request_id=name, prompt_ids=prompt, params=params, priority=priority)
