@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compress.runtime.blocks import BlockHash, BlockManager, ContiguousBlocks, chain_hash
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 12
+NUM_BLOCKS = 8
 Prefix = tuple[int, ...]
 
 

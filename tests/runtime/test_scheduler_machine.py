@@ -67,8 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         sharing=st.sampled_from(["contiguous", "paged", "cached", "cached"]),
-        num_blocks=st.integers(6, 14),
-        max_num_seqs=st.integers(1, 4),
+        num_blocks=st.integers(6, 10),
+        max_num_seqs=st.sampled_from([1, 3, 4, 5]),
         policy=st.sampled_from(["fifo", "priority"]),
         batching=st.sampled_from(["iteration", "iteration", "request"]),
         chunked=st.booleans(),
@@ -121,16 +121,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         more=st.lists(st.sampled_from([(0,), (1,), (0,) * BLOCK_SIZE]), max_size=5),
-        max_tokens=st.integers(0, 8),
+        max_tokens=st.sampled_from([0, 1, 5, 8, 8]),
         priority=st.integers(0, 2),
+        copies=st.integers(1, 3),
     )
-    def add(self, data: st.DataObject, more: list[Prefix], max_tokens: int, priority: int) -> None:
-        if len(self.requests) >= 8:
-            return
+    def add(
+        self,
+        data: st.DataObject,
+        more: list[Prefix],
+        max_tokens: int,
+        priority: int,
+        copies: int,
+    ) -> None:
         known = data.draw(st.sampled_from(self.seen))[: data.draw(st.integers(0, 13))]
         prompt = [*known, *(token for part in more for token in part)][: MAX_LEN - max_tokens]
         if len(prompt) < 2:
             prompt = [0, 1]
+        for _ in range(copies if len(self.requests) < 8 else 0):
+            self.add_request(list(prompt), max_tokens, priority)
+
+    def add_request(self, prompt: list[int], max_tokens: int, priority: int) -> None:
         params = SamplingParams(max_tokens=max_tokens) if max_tokens else None
         name = self.name()
         request = Request(request_id=name, prompt_ids=prompt, params=params, priority=priority)
@@ -152,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 wrong = [1 - t for t in continued([*request.token_ids, *right], 1)[-1:]] * num_wrong
                 request.draft_ids = (right + wrong)[: request.num_remaining_tokens - 1]
 
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 3))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.one_step()
@@ -232,6 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.plan._preempt(Schedule(), request)
 
     @precondition(lambda self: any(r.num_output_tokens > 0 for r in self.plan.running))
+    @precondition(lambda self: len(self.plan.running) < self.plan.max_num_seqs)
     @rule(data=st.data(), max_tokens=st.integers(1, 6))
     def fork(self, data: st.DataObject, max_tokens: int) -> None:
         parents = [r for r in self.plan.running if r.num_output_tokens > 0]
@@ -285,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None
+    max_examples=80, stateful_step_count=50, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
