@@ -262,6 +262,18 @@ def test_register_takes_the_block_that_is_there_already() -> None:
     blocks.check()
 
 
+def test_register_leaves_a_forked_duplicate_where_it_is() -> None:
+    """Else the other owner would hold the registered third block without its parent."""
+    blocks = BlockManager(16, 4)
+    filled(blocks, "a", list(range(8)))
+    blocks.reserve("parent", 0, 12)
+    blocks.fork("parent", "child")
+    blocks.register("parent", list(range(12)), 12)
+    blocks.free("a")
+    blocks.check()
+    assert blocks.table("parent") == blocks.table("child")
+
+
 def test_register_leaves_out_tokens_that_are_not_certain() -> None:
     blocks = BlockManager(8, 4)
     blocks.reserve("a", 0, 8)
