@@ -269,6 +269,16 @@ def test_requests_are_preempted_at_most_so_often_and_all_end(max_preemptions: in
     assert (num_lost > 0) == (max_preemptions > 0)
 
 
+@pytest.mark.parametrize(("max_preemptions", "admitted"), [(1, ["a", "b"]), (0, ["a"])])
+def test_admission_counts_pinned_requests_at_their_full_length(
+    max_preemptions: int, admitted: list[str]
+) -> None:
+    plan = scheduler(num_blocks=4, block=4, max_preemptions=max_preemptions)
+    plan.add(request("a", 4, max_tokens=9))  # 3 blocks at its end
+    plan.add(request("b", 4, max_tokens=5))  # 2, but a has no more than 2 then
+    assert [name for name, _, _ in rows(plan.schedule())] == admitted
+
+
 def test_fork_is_refused_where_pinned_requests_would_not_fit() -> None:
     plan = scheduler(num_blocks=4, block=4, max_preemptions=0)
     parent = request("a", 4, max_tokens=9)  # 3 blocks at its end
@@ -306,6 +316,18 @@ def test_prefix_cache_starts_a_request_after_what_is_known() -> None:
     assert (step.prefix_hit_tokens, second.num_cached_tokens) == (8, 8)
 
 
+def test_what_follows_a_stop_token_is_not_offered_to_the_cache() -> None:
+    plan = scheduler(prefix_cache=True)
+    stopped = request("a", 10)
+    plan.add(stopped)
+    plan.schedule()
+    stopped.num_computed_tokens = 12  # two accepted drafts, cut off by a stop token
+    plan.record_computed(stopped)
+    assert plan.blocks.cached_prefix([*stopped.token_ids, 0, 0, 0]) == [0, 1]
+    plan.remove(stopped)
+    assert plan.blocks.num_cached_blocks == 2
+
+
 def test_score_computes_every_row_and_offers_them() -> None:
     plan = scheduler(prefix_cache=True)
     for name in ("a", "b"):
@@ -340,6 +362,7 @@ def test_preempted_request_finds_its_own_blocks_again() -> None:
     plan.add(victim)
     compute(plan.schedule())
     plan.record_computed(victim)
+    victim.draft_ids = [1, 2]
     plan._preempt(Schedule(), victim)
     assert rows(plan.schedule()) == [("a", 8, 3)]
     assert victim.num_cached_tokens == 0  # of its first admission
