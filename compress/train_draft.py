@@ -201,6 +201,8 @@ class _Recorder:
     temporaries of each step, would leave the heap full of holes.
     """
 
+    needs_all_positions = True
+
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._buffers: dict[str, torch.Tensor] = {}
@@ -252,7 +254,11 @@ def collect(
     recorder = _Recorder(prompt_tokens + output_tokens)
     engine = Engine(
         decoder,
-        EngineConfig(max_num_seqs=_BATCH_SEQUENCES, max_model_len=prompt_tokens + output_tokens),
+        EngineConfig(
+            max_num_seqs=_BATCH_SEQUENCES,
+            max_model_len=prompt_tokens + output_tokens,
+            prefix_cache=False,
+        ),
         proposer=recorder,
         eos_token_ids=decoder.config.eos_token_ids,
     )

@@ -210,7 +210,8 @@ def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> 
     """Room for the largest workload at once and the longest sequence, else the defaults.
 
     Were a batch larger than the engine takes, part of it would wait for the rest to finish, and
-    that would be measured.
+    that would be measured. Repeats have the same prompts, so a prefix cache would serve all but the
+    first of them without their prefill.
     """
     default = EngineConfig()
     most = max([default.max_num_seqs, *(workload.num_requests for workload in workloads)])
@@ -218,6 +219,7 @@ def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> 
         max_num_seqs=most,
         token_budget=max(default.token_budget, most),
         max_model_len=max(_sequence_lengths(options, workloads).values()),
+        prefix_cache=False,
     )
 
 

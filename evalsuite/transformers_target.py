@@ -23,7 +23,7 @@ from compress.evalsuite.throughput import measure, workload_report
 from compress.evalsuite.workload import parse_workloads, text_prompts
 from compress.lookup import lookup
 from compress.models.load import load_tokenizer, resolve_model
-from compress.runtime.engine import Engine
+from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Completion, Request
 
 
@@ -106,12 +106,15 @@ def main(
 ) -> None:
     """Print tokens per second, and perplexity if asked for, of transformers and of our engine."""
     path = resolve_model(model)
+    config = EngineConfig(prefix_cache=False)  # repeats have the same prompts
     targets: dict[str, EvaluationTarget] = {
         f"transformers {model}": TransformersTarget(path, lookup(DTYPES, dtype, "dtype")),
-        f"compress {model}": Engine.load(path, dtype=dtype, device="cpu"),
+        f"compress {model}": Engine.load(path, dtype=dtype, device="cpu", config=config),
     }
     if also is not None:
-        targets[f"compress {also}"] = Engine.load(resolve_model(also), dtype=dtype, device="cpu")
+        targets[f"compress {also}"] = Engine.load(
+            resolve_model(also), dtype=dtype, device="cpu", config=config
+        )
     source = "pydoc" if ppl_data == "none" else ppl_data
     data = tokenize(evaluation_text(source), load_tokenizer(path), source=source)
     if ppl_data != "none":

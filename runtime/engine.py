@@ -11,70 +11,33 @@ threads that sleep at once make small operations wait for their waking.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from compress.devices import DTYPES, pick_device
+from compress.errors import CheckFailed
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
 from compress.runtime.attention.base import affordable_blocks, allocate_pool, choose_scales
 from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import build_batch
-from compress.runtime.blocks import BlockManager
 from compress.runtime.config import decoder_config, token_ids_of
+from compress.runtime.engine_config import EngineConfig, make_blocks, make_scheduler
 from compress.runtime.loader import load_decoder
 from compress.runtime.model import Decoder, attention_spec
 from compress.runtime.request import Completion, Request, SamplingParams, check_request
 from compress.runtime.sampler import SampledRow, sample
-from compress.runtime.scheduler import ScheduledRequest, Scheduler
-from compress.runtime.speculative.base import DraftContext, DraftProposer, load_proposer
+from compress.runtime.scheduler import ScheduledRequest
+from compress.runtime.scoring import append_scores
+from compress.runtime.speculative.base import DraftProposer, load_proposer
+from compress.runtime.speculative.drafting import allows_prefix_cache, draft
+from compress.runtime.stats import EngineStats
+from compress.runtime.watchdog import Watchdog
 from compress.scheme import FLOAT8
 
-_LOGITS_BYTES = 64 * 2**20  # of fp32 logits at a time while scoring
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """Limits of an engine.
-
-    `num_blocks` None sizes the cache for `max_num_seqs` sequences of the longest length, within a
-    fraction of the free memory. `max_model_len` None is what the model was made for, or,
-    where longer sequences need other rotary factors (longrope), first trained for.
-    `token_budget` bounds the rows of a step, and so how long a prompt can hold up decoding.
-    `kernels` names a backend in `compress.kernels.ops`, `attention` one in `attention/choice.py`.
-    `deterministic` gives a request the same bits alone, in any batch, and however it is cut into
-    steps; the 4-bit product of CPUs, which has two ways for few rows and many, is not used then.
-    """
-
-    block_size: int = 64
-    num_blocks: int | None = None
-    max_num_seqs: int = 64
-    token_budget: int = 2048
-    max_model_len: int | None = None
-    kernels: str = "auto"
-    attention: str = "auto"
-    deterministic: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineStats:
-    """Counts since the engine was made."""
-
-    num_steps: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    num_verifications: int = 0
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens gained per pass that verified drafts, the target's own token included."""
-        return 1.0 + self.accepted_tokens / max(self.num_verifications, 1)
+__all__ = ["Engine", "EngineConfig", "EngineStats"]
 
 
 class Engine:
@@ -106,10 +69,11 @@ class Engine:
             decoder.device,
             wanted=config.max_num_seqs * -(-self.max_model_len // config.block_size),
         )
-        self.blocks = BlockManager(num_blocks, config.block_size)
-        self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=config.max_num_seqs, token_budget=config.token_budget
+        self.blocks = make_blocks(config, num_blocks, self.max_model_len)
+        self.scheduler = make_scheduler(
+            config, self.blocks, prefix_cache=allows_prefix_cache(config, proposer)
         )
+        self._watchdog = Watchdog(config.watchdog_steps)
         self._pool = allocate_pool(
             spec,
             num_blocks,
@@ -181,7 +145,8 @@ class Engine:
         """Continue a running request a second time, as `child_id`, from its tokens so far.
 
         The child shares the parent's cache blocks (copied when one of them writes); its prompt is
-        everything the parent knows now.
+        everything the parent knows now. A draft that needs all hidden states leaves the child to
+        the model alone.
         """
         parent = self._requests.get(request_id)
         if parent is None or parent not in self.scheduler.running or parent.params is None:
@@ -190,6 +155,7 @@ class Engine:
         if child_id in self._requests:
             raise ValueError(f"request {child_id!r} is already in flight")
         check_request(child, self.decoder.config.vocab_size, self.max_model_len)
+        child.is_drafted = not (self._proposer and self._proposer.needs_all_positions)
         self.scheduler.fork(parent, child)
         self._requests[child_id] = child
 
@@ -242,21 +208,24 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Run one iteration over the scheduled requests; the requests that it finished."""
+        """Run one iteration over the scheduled requests; the requests that it finished.
+
+        If nothing could be scheduled for `watchdog_steps` steps, all requests end with an error.
+        """
         if self._proposer is not None:
-            self._propose(self._proposer)
+            draft(self._proposer, self.scheduler.running)
         schedule = self.scheduler.schedule()
         for request in schedule.preempted:
             self._reset_proposer(request)
         self.stats.preemptions += len(schedule.preempted)
-        if not schedule.scheduled:
-            return []
+        if not self._watchdog.has_progressed(self.scheduler, schedule):
+            unfinished = list(self._requests.values()) if self._watchdog.report else []
+            return [self._finish(request, "error") for request in unfinished]
         self._pool.copy_blocks(schedule.copies)
         batch = build_batch(schedule.scheduled, self.blocks, self.decoder.device)
         self._attention.plan(batch)
         hidden = self.decoder.forward(batch, self._attention)
-        self.stats.num_steps += 1
-        self.stats.computed_tokens += len(hidden)
+        self.stats.record_step(self.scheduler, schedule)
         rows = hidden.split_with_sizes(batch.host_query_lens)
         return self._advance(schedule.scheduled, rows)
 
@@ -269,7 +238,7 @@ class Engine:
         for item, states in zip(scheduled, hidden, strict=True):
             request = item.request
             if request.params is None:
-                self._score_rows(item, states)
+                append_scores(self.decoder, item, states)
                 continue
             for position in _choice_positions(item):
                 wanted.append(states[position - 1 - item.start])
@@ -283,6 +252,7 @@ class Engine:
             num_choices = len(_choice_positions(item))
             chosen, choices = choices[:num_choices], choices[num_choices:]
             reason = self._accept(item, states, chosen, now)
+            self.scheduler.record_computed(item.request)
             if reason is not None:
                 finished.append(self._finish(item.request, reason))
         return finished
@@ -303,7 +273,7 @@ class Engine:
             num_accepted += 1
         request.draft_ids.clear()
         request.num_computed_tokens = min(item.start + item.num_tokens, num_known + num_accepted)
-        if self._proposer is not None and request.params is not None:
+        if self._proposer is not None and request.params is not None and request.is_drafted:
             certain = states[: request.num_computed_tokens - item.start]
             self._proposer.observe(request.request_id, item.start, certain)
         if request.params is None:
@@ -330,7 +300,12 @@ class Engine:
         self.scheduler.remove(request)
         self._reset_proposer(request)
         del self._requests[request.request_id]
-        is_scored = request.params is None and request.hidden is None and reason != "abort"
+        if not self._requests:
+            self.blocks.check()
+            assert self.blocks.num_free_blocks == self.blocks.num_blocks, (
+                "an idle engine owns blocks"
+            )
+        is_scored = request.params is None and request.hidden is None and reason == "length"
         return Completion(
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids),
@@ -338,46 +313,20 @@ class Engine:
             finish_reason=reason,
             arrival_time=request.arrival_time,
             token_times=request.token_times,
+            cached_tokens=min(request.num_cached_tokens or 0, len(request.prompt_ids)),
             log_probs=torch.cat(request.log_probs) if is_scored else None,
+            error=self._watchdog.report if reason == "error" else None,
         )
-
-    def _score_rows(self, item: ScheduledRequest, states: torch.Tensor) -> None:
-        """Append the log-probability of the token after each computed row of a scored request."""
-        first, request = item.start + 1, item.request
-        if request.hidden is not None:
-            request.hidden.append(states)
-            return
-        targets = torch.tensor(request.prompt_ids[first : first + item.num_tokens])
-        num_rows = max(_LOGITS_BYTES // (4 * self.decoder.config.vocab_size), 1)
-        for first_row in range(0, len(states), num_rows):
-            part = slice(first_row, first_row + num_rows)
-            logits = self.decoder.logits(states[part])
-            picked = logits.gather(1, targets[part].to(logits.device)[:, None])[:, 0]
-            request.log_probs.append((picked - logits.logsumexp(dim=-1)).cpu())
-
-    def _propose(self, proposer: DraftProposer) -> None:
-        contexts = [
-            DraftContext(
-                request_id=request.request_id,
-                token_ids=request.token_ids,
-                # The last token that may be generated is chosen, not drafted.
-                max_draft_tokens=request.num_remaining_tokens - 1,
-            )
-            for request in self.scheduler.running
-            if request.is_decoding and request.num_remaining_tokens > 1
-        ]
-        if contexts:
-            proposals = proposer.propose(contexts)
-            for context, proposal in zip(contexts, proposals, strict=True):
-                drafts = proposal[: context.max_draft_tokens]
-                self._requests[context.request_id].draft_ids = list(drafts)
 
     def _reset_proposer(self, request: Request) -> None:
         if self._proposer is not None:
             self._proposer.reset(request.request_id)
 
     def _run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Add `requests` and step until all are done; completions in the same order."""
+        """Add `requests` and step until all are done; completions in the same order.
+
+        CheckFailed, with the state of the scheduler, if nothing progresses.
+        """
         if self.has_unfinished:
             raise ValueError("other requests are in flight; use add_request() and step()")
         try:
@@ -386,6 +335,8 @@ class Engine:
             done: dict[str, Completion] = {}
             while self.has_unfinished:
                 done.update((c.request_id, c) for c in self.step())
+            if any(completion.finish_reason == "error" for completion in done.values()):
+                raise CheckFailed(f"no request could make progress: {self._watchdog.report}")
         except BaseException:
             for request_id in list(self._requests):
                 self.abort(request_id)

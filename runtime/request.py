@@ -48,20 +48,27 @@ class SamplingParams:
         return self.temperature == GREEDY or self.top_k == 1
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """One sequence on its way through the engine; the scheduler and the engine update it.
 
     `params` None asks for a score: log-probabilities of the prompt's own tokens and no output. A
     score whose `hidden` is a list collects the final hidden states (n, H) there instead.
+    A lower `priority` is served first under the policy "priority"; `order` is that of arrival.
+    `is_drafted` False keeps a draft from guessing: it has not seen the whole sequence.
     """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams | None
+    priority: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)
     token_ids: list[int] = field(init=False)
+    order: int = field(init=False, default=0)
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    is_drafted: bool = True
     draft_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     log_probs: list[torch.Tensor] = field(default_factory=list)
@@ -112,9 +119,10 @@ class Request:
 class Completion:
     """The end of a request.
 
-    `finish_reason` is "length", "stop" or "abort". Times are `time.perf_counter()` seconds;
-    `token_times[i]` is when output token i became known (tokens accepted together share a time).
-    `log_probs` (prompt_tokens - 1,) fp32 is the result of a score, None for a generation.
+    `finish_reason` is "length", "stop", "abort" or "error"; `error` says what went wrong.
+    Times are `time.perf_counter()` seconds; `token_times[i]` is when output token i became known
+    (tokens accepted together share a time). `cached_tokens` of the prompt came from the prefix
+    cache. `log_probs` (prompt_tokens - 1,) fp32 is the result of a score, None for a generation.
     """
 
     request_id: str
@@ -123,7 +131,9 @@ class Completion:
     finish_reason: str
     arrival_time: float
     token_times: list[float]
+    cached_tokens: int = 0
     log_probs: torch.Tensor | None = None
+    error: str | None = None
 
 
 def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:

@@ -33,19 +33,31 @@ class DraftContext:
 
 
 class DraftProposer(Protocol):
-    """Guesses tokens. May keep state per request; `observe` feeds it and `reset` drops it."""
+    """Guesses tokens. May keep state per request; `observe` feeds it and `reset` drops it.
+
+    A proposer with `needs_all_positions` hears of every position of a request, from 0 on. For its
+    sake the engine computes whole prompts, without the prefix cache, and does not ask it about
+    forked requests, whose beginning was computed for another. The others hear of what is computed:
+    a request may start at any position, but at least the last one before a proposal is there.
+    """
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Whether hidden states that the prefix cache or a fork saved would be missed."""
 
     def observe(self, request_id: str, start: int, hidden: torch.Tensor) -> None:
         """Hear of `hidden` (n, H): final-norm states of the target at positions [start, start + n).
 
         Called after every step for every request that advanced, prompt chunks included, with only
-        those positions whose tokens are certain. After a preemption positions start from 0 again.
+        those positions whose tokens are certain. Positions come without gaps; they start from 0,
+        or where the prefix cache or the fork ended, and start again after a preemption.
         """
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """One chain per context, at most its `max_draft_tokens` long; an empty one is fine.
 
-        `observe` has been called for every position before the last token of each context.
+        `observe` has been called for the position before the last token of each context, and, with
+        `needs_all_positions`, for all before it.
         """
 
     def reset(self, request_id: str) -> None:

@@ -21,6 +21,8 @@ from compress.runtime.speculative.base import DraftContext
 class MedusaProposer:
     """Guesses a chain of at most K tokens per request, the argmax of each head."""
 
+    needs_all_positions = False  # the newest hidden state is enough
+
     def __init__(self, draft: MedusaDraft, target: Decoder) -> None:
         heads, layers = range(draft.num_heads), range(draft.num_layers)
 

@@ -93,6 +93,8 @@ def _completion(request: Request) -> Completion:
 class ConstantDraft:
     """Satisfies the engine's DraftProposer: token 0, three times, always."""
 
+    needs_all_positions = False
+
     def observe(self, request_id: str, start: int, hidden: torch.Tensor) -> None:
         pass
 

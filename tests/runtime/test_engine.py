@@ -81,7 +81,7 @@ def test_score_in_row_chunks_equals_score_at_once(
 ) -> None:
     engine = load(llama)
     whole = engine.score(prompts()[3:])[0]
-    monkeypatch.setattr("compress.runtime.engine._LOGITS_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr("compress.runtime.scoring._LOGITS_BYTES", 4 * VOCAB * 7)
     seen: list[int] = []
     logits = type(engine.decoder).logits
     monkeypatch.setattr(

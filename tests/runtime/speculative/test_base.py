@@ -29,6 +29,8 @@ class FakeProposer:
     Keeps every hidden state it hears of, and checks that positions arrive without gaps.
     """
 
+    needs_all_positions = True
+
     def __init__(
         self, outputs: Sequence[list[int]], corrupt: Callable[[list[int]], list[int]]
     ) -> None:
