@@ -104,7 +104,7 @@ def test_rms_norm_torch_rounds_before_the_weight(dtype):
     if dtype == torch.float32:
         torch.testing.assert_close(got, llama, rtol=1e-6, atol=1e-6)
     else:
-        assert torch.equal(got, llama)
+        assert (got != llama).float().mean() < 0.002  # the wrong place: a quarter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
@@ -118,7 +118,7 @@ def test_unit_offset_in_torch_is_the_norm_of_gemma(dtype):
     if dtype == torch.float32:
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     else:
-        assert torch.equal(got, expected)
+        assert (got != expected).float().mean() < 0.002
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=dtype_id)
