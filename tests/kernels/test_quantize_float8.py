@@ -122,7 +122,7 @@ def test_norm_in_front_moves_few_codes_by_one(run, group_size, dtype, device):
     codes, scale = run(x, weight, EPS, group_size=group_size)
     expected_codes, expected_scale = quantize_float8_ref(x, weight, EPS, group_size=group_size)
     last_place = torch.finfo(dtype).eps
-    torch.testing.assert_close(scale, expected_scale, rtol=2 * last_place, atol=0)
+    torch.testing.assert_close(scale, expected_scale, rtol=4 * last_place, atol=0)
     got, expected = codes.view(torch.uint8).int(), expected_codes.view(torch.uint8).int()
     assert (got - expected).abs().max() <= 1
     assert (got != expected).float().mean() < 0.02
