@@ -104,7 +104,10 @@ def paged_attention_ref(
             if window:
                 seen = [j for j in seen if depth[base + i] - depth.get(j, j) < window]
             positions = torch.tensor(seen, device=q.device)
-            blocks, offsets = block_tables[s, positions // block_size].long(), positions % block_size
+            blocks, offsets = (
+                block_tables[s, positions // block_size].long(),
+                positions % block_size,
+            )
             k, v = (
                 _exact_rows(pool, scales, blocks, offsets).repeat_interleave(group, dim=1)
                 for pool, scales in ((k_pool, k_scale), (v_pool, v_scale))

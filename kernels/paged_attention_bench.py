@@ -5,6 +5,7 @@ and the mask that plain torch needs, (S, 1, Q, L) bool or None.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +42,7 @@ def attention_bench(paged_attention: Callable[..., torch.Tensor]) -> list[BenchC
         *args, k_scale, v_scale, tree, _k, _v, _mask = inputs
         longest = len(args[0]) // len(args[4])
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        return paged_attention(
-            *args, scale=_SCALE, max_query_len=longest, tree_mask=tree, **scales
-        )
+        return paged_attention(*args, scale=_SCALE, max_query_len=longest, tree_mask=tree, **scales)
 
     cases = []
     for label, (shape, ceiling, goal) in shapes.items():
@@ -56,7 +55,7 @@ def attention_bench(paged_attention: Callable[..., torch.Tensor]) -> list[BenchC
         cases.append(
             BenchCase(
                 label=label,
-                make=lambda device, dtype, shape=shape: _make(shape, device, dtype),
+                make=partial(_make, shape),
                 triton=fused,
                 plain=_plain,
                 exact=_exact,

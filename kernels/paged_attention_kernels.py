@@ -144,8 +144,7 @@ def _attend(
         else:
             k = tl.load(k_pool_ptr + start_d + offs)
             v = tl.load(v_pool_ptr + start_d + offs)
-        k, v = decode_codes(k, q.dtype), decode_codes(v, q.dtype)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BM, BN]
+        score = tl.dot(q, tl.trans(decode_codes(k, q.dtype)), input_precision="ieee")  # [BM, BN]
         if V_GAIN > 0:
             k_scale = tl.load(k_scale_ptr + start + rows, mask=readable, other=0.0)  # [BN]
             score = score * k_scale[None, :]
@@ -163,6 +162,7 @@ def _attend(
         if V_GAIN > 0:
             v_scale = tl.load(v_scale_ptr + start + rows, mask=readable, other=0.0)  # [BN]
             weight = weight * (v_scale * V_GAIN)[None, :]
+        v = decode_codes(v, q.dtype)  # not before: two decoded tiles would spill registers
         acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return peak, total, acc
@@ -331,7 +331,7 @@ def segment_kernel(
     # one program = BLOCK_M packed query rows of one sequence and KV head; one segment of context
     tile, s = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, segment = tl.program_id(1) // num_segments, tl.program_id(1) % num_segments
-    query_len, context_len, base, t, head, used, is_empty, tree, q_pos, low, last_pos = _query_rows(
+    _, context_len, base, t, head, used, is_empty, tree, q_pos, low, last_pos = _query_rows(
         query_starts_ptr, context_lens_ptr, tree_ptr, tile, kv_head, s, window,
         GROUP, BLOCK_M, TREE,
     )  # fmt: skip
@@ -369,7 +369,7 @@ def merge_segments_kernel(
     # fmt: on
     # one program = BLOCK_M packed query rows of one sequence and KV head; all segments, in order
     tile, kv_head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    query_len, context_len, base, t, head, used, is_empty, tree, q_pos, low, last_pos = _query_rows(
+    _, context_len, base, t, head, used, is_empty, _tree, _q_pos, low, last_pos = _query_rows(
         query_starts_ptr, context_lens_ptr, query_starts_ptr, tile, kv_head, s, window,
         GROUP, BLOCK_M, False,
     )  # fmt: skip

@@ -46,14 +46,14 @@ class Variant(NamedTuple):
 
 
 # Launch -> (largest bytes of one key, tile): short queries, over one segment or over all of them in
-# turn, and long ones. The two forms for short queries share their tile, hence the order of their
-# sums. The stages keep keys and values in flight within the shared memory of an A100 (163 KiB), and
-# nothing spills on sm_80 to sm_100. Not yet timed on a card.
-_SHORT = ((128, _Tile(16, 4, 5)), (256, _Tile(16, 8, 6)), (512, _Tile(16, 8, 3)))
+# turn, and long ones, over floats or bytes. The two forms for short queries share block_m and
+# num_warps, hence the order of their sums. The stages keep keys and values in flight within the
+# shared memory of an A100, 163 KiB, and nothing spills on sm_80 to sm_100. Not yet timed on a card.
 _TILES: dict[str, tuple[tuple[int, _Tile], ...]] = {
-    "segment": _SHORT,
-    "short": _SHORT,
-    "long": ((128, _Tile(128, 8, 3)), (256, _Tile(128, 8, 3)), (512, _Tile(64, 8, 2))),
+    "segment": ((128, _Tile(16, 4, 5)), (256, _Tile(16, 8, 6)), (512, _Tile(16, 8, 3))),
+    "short": ((128, _Tile(16, 4, 3)), (256, _Tile(16, 8, 3)), (512, _Tile(16, 8, 3))),
+    "long": ((128, _Tile(128, 8, 3)), (256, _Tile(128, 8, 2)), (512, _Tile(64, 8, 2))),
+    "long, bytes": ((128, _Tile(64, 8, 3)), (256, _Tile(64, 8, 3)), (512, _Tile(64, 8, 2))),
 }
 _KERNELS = {"segment": segment_kernel, "short": short_query_kernel, "long": long_query_kernel}
 
@@ -71,7 +71,7 @@ def make_variant(
     num_kv_heads, block_size, head_dim = k_pool.shape[1:]
     group = q.shape[1] // num_kv_heads
     block_d = triton.next_power_of_2(max(head_dim, 16))
-    tiles = _TILES[launch]
+    tiles = _TILES["long, bytes" if launch == "long" and k_pool.itemsize == 1 else launch]
     fitting = [tile for nbytes, tile in tiles if block_d * q.itemsize <= nbytes]
     if not fitting:
         largest = tiles[-1][0] // q.itemsize
