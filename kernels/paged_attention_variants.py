@@ -18,14 +18,15 @@ from compress.kernels.paged_attention_kernels import (
 
 MAX_SHORT_QUERY = 64  # new tokens; longer queries fill large tiles, and are not cut
 SEGMENT = 512  # context tokens per program of a short query
-KEY_TILE = 64  # key positions; a tile of several small blocks looks each of them up
 _BYTE_STAGES = 4  # at most, for pools of bytes: with 5, converting the values spills registers
 
 
 class _Tile(NamedTuple):
     block_m: int  # packed query rows
+    block_n: int  # key positions; a tile of several small blocks looks each of them up
     num_warps: int
     num_stages: int
+    mask_all: bool = False  # of a long query: one loop, for want of registers
 
 
 class Variant(NamedTuple):
@@ -46,14 +47,22 @@ class Variant(NamedTuple):
 
 
 # Launch -> (largest bytes of one key, tile): short queries, over one segment or over all of them in
-# turn, and long ones, over floats or bytes. The two forms for short queries share block_m and
-# num_warps, hence the order of their sums. The stages keep keys and values in flight within the
+# turn, and long ones, over floats or bytes. The two forms for short queries share all of a tile but
+# the stages, hence the order of their sums. The stages keep keys and values in flight within the
 # shared memory of an A100, 163 KiB, and nothing spills on sm_80 to sm_100. Not yet timed on a card.
 _TILES: dict[str, tuple[tuple[int, _Tile], ...]] = {
-    "segment": ((128, _Tile(16, 4, 5)), (256, _Tile(16, 8, 6)), (512, _Tile(16, 8, 3))),
-    "short": ((128, _Tile(16, 4, 3)), (256, _Tile(16, 8, 3)), (512, _Tile(16, 8, 3))),
-    "long": ((128, _Tile(128, 8, 3)), (256, _Tile(128, 8, 2)), (512, _Tile(64, 8, 2))),
-    "long, bytes": ((128, _Tile(64, 8, 3)), (256, _Tile(64, 8, 3)), (512, _Tile(64, 8, 2))),
+    "segment": (
+        (128, _Tile(16, 64, 4, 5)),
+        (256, _Tile(16, 64, 8, 6)),
+        (512, _Tile(16, 64, 8, 3)),
+    ),
+    "short": ((128, _Tile(16, 64, 4, 3)), (256, _Tile(16, 64, 8, 3)), (512, _Tile(16, 64, 8, 3))),
+    "long": ((128, _Tile(128, 64, 8, 3)), (256, _Tile(128, 64, 8, 2)), (512, _Tile(64, 32, 8, 2))),
+    "long, bytes": (
+        (128, _Tile(128, 32, 8, 3)),
+        (256, _Tile(64, 64, 8, 2)),
+        (512, _Tile(64, 16, 8, 2, mask_all=True)),
+    ),
 }
 _KERNELS = {"segment": segment_kernel, "short": short_query_kernel, "long": long_query_kernel}
 
@@ -77,20 +86,24 @@ def make_variant(
         largest = tiles[-1][0] // q.itemsize
         raise ValueError(f"q has head_dim {head_dim}; up to {largest} is supported in {q.dtype}")
     tile = fitting[0]
-    constexprs = {
+    constexprs: dict[str, Any] = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": max(tile.block_m, triton.next_power_of_2(group)),
-        "BLOCK_N": KEY_TILE,
+        "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
-        "SEGMENT_TILES": SEGMENT // KEY_TILE,
         "V_GAIN": V_GAIN[k_pool.dtype] if scaled else 0,
         "CAPPED": capped,
-        "TREE": tree,
     }
+    if launch == "long":
+        constexprs |= {"MASK_ALL": tile.mask_all}
+    else:
+        constexprs |= {"SEGMENT_TILES": SEGMENT // tile.block_n, "TREE": tree}
     num_stages = tile.num_stages if k_pool.itemsize > 1 else min(tile.num_stages, _BYTE_STAGES)
+    if launch == "short" and tree:  # rare, and with loads in flight it spills
+        num_stages = 1
     return Variant(constexprs, {"num_warps": tile.num_warps, "num_stages": num_stages})
 
 

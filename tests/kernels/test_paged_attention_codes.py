@@ -138,7 +138,7 @@ def test_decoding_at_awkward_contexts(context, poisoned_empty):
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0], ids="cap{}".format)
 @pytest.mark.parametrize("query_lens", [[1, 17], [66, 1]], ids=["short", "long"])
 def test_soft_cap_matches_reference(query_lens, soft_cap, dtype, poisoned_empty):
-    call = make(query_lens, [140, 33], soft_cap=soft_cap, dtype=dtype)
+    call = make(query_lens, [140, 33], heads=(3, 1), soft_cap=soft_cap, dtype=dtype)
     call.check()
     plain = replace(call, options=call.options | {"soft_cap": 0.0})
     assert not torch.equal(call.run(paged_attention_triton), plain.run(paged_attention_triton))
@@ -146,9 +146,9 @@ def test_soft_cap_matches_reference(query_lens, soft_cap, dtype, poisoned_empty)
 
 @pytest.mark.parametrize("codes", CODES, ids=dtype_id)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("query_lens", [[1, 17], [130, 1]], ids=["short", "long"])
+@pytest.mark.parametrize("query_lens", [[1, 17], [66, 1]], ids=["short", "long"])
 def test_scaled_codes_match_reference(query_lens, dtype, codes, poisoned_empty):
-    make(query_lens, [600, 33], codes=codes, dtype=dtype).check()
+    make(query_lens, [530, 33], heads=(7, 1), codes=codes, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("codes", CODES, ids=dtype_id)
@@ -188,14 +188,16 @@ def test_every_int8_code_is_exact(dtype):
 @pytest.mark.parametrize("window", [0, 3, 70], ids="window{}".format)
 @pytest.mark.parametrize("codes", [None, torch.int8], ids=["float", "int8"])
 def test_trees_match_reference(codes, window, poisoned_empty):
-    call = make([1, 17, 64, 5], [7, 80, 130, 5], tree=True, codes=codes, window=window)
-    call.check()
+    lens = [1, 17, 64, 5], [7, 80, 130, 5]
+    make(*lens, heads=(2, 1), tree=True, codes=codes, window=window).check()
 
 
 @pytest.mark.parametrize("window", [0, 20], ids="window{}".format)
 def test_a_chain_as_a_tree_is_bitwise_causal(window):
-    causal = make([1, 17, 64, 33], [513, 80, 130, 33], window=window, soft_cap=5.0)
-    chain = torch.cat([(2 << torch.arange(n)) - 1 for n in (1, 17, 64, 33)]).to(DEVICE)
+    lens = [1, 17, 64]
+    causal = make(lens, [513, 80, 130], heads=(4, 1), window=window, soft_cap=5.0)
+    # bit 63 of the longest is the sign
+    chain = torch.cat([(2 << torch.arange(n)) - 1 for n in lens]).to(DEVICE)
     got = causal.run(paged_attention_triton, tree_mask=chain)
     assert torch.equal(got, causal.run(paged_attention_triton))
 
@@ -229,7 +231,7 @@ def test_a_decoded_row_does_not_depend_on_its_batch(batch, codes):
 
 
 def test_segments_and_one_program_give_the_same_bits(monkeypatch):
-    call = make([1, 17, 3], [1100, 80, 513], tree=True, window=700)
+    call = make([1, 17, 3], [1100, 80, 513], heads=(3, 1), tree=True, window=700)
     split = call.run(paged_attention_triton)
     monkeypatch.setattr(paged_attention, "_MAX_SUMS_BYTES", 0)
     assert torch.equal(call.run(paged_attention_triton), split)
@@ -239,14 +241,14 @@ def test_sequences_may_share_blocks(poisoned_empty):
     make([1, 17, 1], [90, 100, 70], shared=1, codes=torch.int8).check()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_batch_matches_reference(data):
     draw = data.draw
     tree = draw(st.booleans())
     longest = draw(st.sampled_from([1, 20, 64] if tree else [1, 20, 90]))
     pairs = st.tuples(st.integers(1, longest), st.integers(0, 150))
-    lens = draw(st.lists(pairs, min_size=1, max_size=3))
+    lens = draw(st.lists(pairs, min_size=1, max_size=2))
     group, kv_heads = draw(st.sampled_from([1, 3, 7, 8])), draw(st.integers(1, 2))
     call = make(
         [new for new, _ in lens],
