@@ -223,7 +223,7 @@ def long_query_kernel(
     stride_qt, stride_bs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    V_GAIN: tl.constexpr, CAPPED: tl.constexpr, MASK_ALL: tl.constexpr,
+    V_GAIN: tl.constexpr, CAPPED: tl.constexpr,
 ):
     # fmt: on
     # one program = BLOCK_M packed query rows of one sequence and KV head; whole context. The last
@@ -243,28 +243,27 @@ def long_query_kernel(
     table_ptr = block_tables_ptr + s * stride_bs
     first_tile, last_tile = low // BLOCK_N, last_pos // BLOCK_N + 1
     peak, total, acc = _empty_state(BLOCK_M, BLOCK_D)
-    if not MASK_ALL:  # tiles that the window cuts, then tiles that all rows see whole
-        first_pos = base + tile * (BLOCK_M // GROUP)
-        full_start = tl.cdiv(tl.maximum(last_pos - window + 1, 0), BLOCK_N)
-        full_start = tl.minimum(full_start, last_tile)
-        full_stop = tl.maximum((first_pos + 1) // BLOCK_N, full_start)
-        peak, total, acc = _attend(
-            peak, total, acc, q, q_pos, tree,
-            k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tree_ptr,
-            first_tile, full_start, low, base, context_len, kv_head, score_scale, cap_log2, window,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, V_GAIN, CAPPED, True, False,
-        )  # fmt: skip
-        peak, total, acc = _attend(
-            peak, total, acc, q, q_pos, tree,
-            k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tree_ptr,
-            full_start, full_stop, low, base, context_len, kv_head, score_scale, cap_log2, window,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, V_GAIN, CAPPED, False, False,
-        )  # fmt: skip
-        first_tile = full_stop
+    # Tiles that the window cuts, tiles that all rows see whole, tiles that the diagonal cuts.
+    first_pos = base + tile * (BLOCK_M // GROUP)
+    full_start = tl.cdiv(tl.maximum(last_pos - window + 1, 0), BLOCK_N)
+    full_start = tl.minimum(full_start, last_tile)
+    full_stop = tl.maximum((first_pos + 1) // BLOCK_N, full_start)
     peak, total, acc = _attend(
         peak, total, acc, q, q_pos, tree,
         k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tree_ptr,
-        first_tile, last_tile, low, base, context_len, kv_head, score_scale, cap_log2, window,
+        first_tile, full_start, low, base, context_len, kv_head, score_scale, cap_log2, window,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, V_GAIN, CAPPED, True, False,
+    )  # fmt: skip
+    peak, total, acc = _attend(
+        peak, total, acc, q, q_pos, tree,
+        k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tree_ptr,
+        full_start, full_stop, low, base, context_len, kv_head, score_scale, cap_log2, window,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, V_GAIN, CAPPED, False, False,
+    )  # fmt: skip
+    peak, total, acc = _attend(
+        peak, total, acc, q, q_pos, tree,
+        k_pool_ptr, v_pool_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tree_ptr,
+        full_stop, last_tile, low, base, context_len, kv_head, score_scale, cap_log2, window,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, V_GAIN, CAPPED, True, False,
     )  # fmt: skip
     if V_GAIN > 0:

@@ -26,7 +26,6 @@ class _Tile(NamedTuple):
     block_n: int  # key positions; a tile of several small blocks looks each of them up
     num_warps: int
     num_stages: int
-    mask_all: bool = False  # of a long query: one loop, for want of registers
 
 
 class Variant(NamedTuple):
@@ -59,9 +58,9 @@ _TILES: dict[str, tuple[tuple[int, _Tile], ...]] = {
     "short": ((128, _Tile(16, 64, 4, 3)), (256, _Tile(16, 64, 8, 3)), (512, _Tile(16, 64, 8, 3))),
     "long": ((128, _Tile(128, 64, 8, 3)), (256, _Tile(128, 64, 8, 2)), (512, _Tile(64, 32, 8, 2))),
     "long, bytes": (
-        (128, _Tile(128, 32, 8, 3)),
+        (128, _Tile(64, 32, 4, 3)),
         (256, _Tile(64, 64, 8, 2)),
-        (512, _Tile(64, 16, 8, 2, mask_all=True)),
+        (512, _Tile(32, 32, 8, 2)),
     ),
 }
 _KERNELS = {"segment": segment_kernel, "short": short_query_kernel, "long": long_query_kernel}
@@ -97,9 +96,7 @@ def make_variant(
         "V_GAIN": V_GAIN[k_pool.dtype] if scaled else 0,
         "CAPPED": capped,
     }
-    if launch == "long":
-        constexprs |= {"MASK_ALL": tile.mask_all}
-    else:
+    if launch != "long":
         constexprs |= {"SEGMENT_TILES": SEGMENT // tile.block_n, "TREE": tree}
     num_stages = tile.num_stages if k_pool.itemsize > 1 else min(tile.num_stages, _BYTE_STAGES)
     if launch == "short" and tree:  # rare, and with loads in flight it spills
@@ -168,7 +165,9 @@ def _case(
         variant, kernel = variant.for_merge(), merge_segments_kernel
     else:
         kernel = _KERNELS[launch]
-        meant = (*meant, "mma", "wgmma") if launch == "long" else (*meant, "mma")
+        # wgmma multiplies 64 rows at least
+        has_wgmma = launch == "long" and variant.constexprs["BLOCK_M"] >= 64
+        meant = (*meant, "mma", "wgmma") if has_wgmma else (*meant, "mma")
     names = "".join(f",{name}" for name, is_set in flags.items() if is_set)
     label = f"{launch},{_POOL_TYPES[pool]}{names},group={num_heads // kv_heads}"
     floats = dict.fromkeys(("score_scale", "cap_log2"), "fp32")
