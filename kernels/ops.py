@@ -123,7 +123,7 @@ class Ops(NamedTuple):
     gated_mul_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     embed_tokens: Callable[..., torch.Tensor]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor], None]
-    kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    kv_write: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
     wna16: Callable[..., torch.Tensor]
     quantize_tokens: Callable[..., Any]

@@ -20,8 +20,8 @@ from compress.errors import CheckFailed
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
-from compress.runtime.attention.base import affordable_blocks, allocate_pool, choose_scales
 from compress.runtime.attention.choice import make_attention
+from compress.runtime.attention.pool import affordable_blocks, allocate_pool, choose_storage
 from compress.runtime.batch import build_batch
 from compress.runtime.config import decoder_config, token_ids_of
 from compress.runtime.engine_config import EngineConfig, make_blocks, make_scheduler
@@ -35,7 +35,6 @@ from compress.runtime.speculative.base import DraftProposer, load_proposer
 from compress.runtime.speculative.drafting import allows_prefix_cache, draft
 from compress.runtime.stats import EngineStats
 from compress.runtime.watchdog import Watchdog
-from compress.scheme import FLOAT8
 
 __all__ = ["Engine", "EngineConfig", "EngineStats"]
 
@@ -63,9 +62,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_named = 0
         spec = attention_spec(decoder.config)
-        scales = choose_scales(kv_dtype, decoder.kv_scales, spec, decoder.device)
+        storage = choose_storage(kv_dtype, decoder.dtype, decoder.kv_scales)
         num_blocks = config.num_blocks or affordable_blocks(
-            spec.block_bytes(config.block_size, decoder.dtype if scales is None else FLOAT8),
+            storage.block_bytes(spec, config.block_size),
             decoder.device,
             wanted=config.max_num_seqs * -(-self.max_model_len // config.block_size),
         )
@@ -80,7 +79,7 @@ class Engine:
             config.block_size,
             dtype=decoder.dtype,
             device=decoder.device,
-            scales=scales,
+            storage=storage,
         )
         self._attention = make_attention(
             config.attention, spec, self._pool, decoder.ops, deterministic=config.deterministic
@@ -102,7 +101,8 @@ class Engine:
         dtype 'auto' is the dtype of the checkpoint; device 'auto' is a GPU if there is one. On a
         CPU the 4-bit product needs 'bfloat16': packed weights are dequantized for other dtypes.
         kv_dtype 'fp8' keeps keys and values in float8_e4m3fn, with the scales of the checkpoint or,
-        if it has none, with 1; 'model' keeps them in dtype; 'auto' is what the checkpoint says.
+        if it has none, one per token and head; 'int8' has always those; 'model' keeps them in
+        dtype; 'auto' is what the checkpoint says.
         """
         config = config or EngineConfig()
         checkpoint = open_checkpoint(path)
@@ -221,7 +221,7 @@ class Engine:
         if not self._watchdog.has_progressed(self.scheduler, schedule):
             unfinished = list(self._requests.values()) if self._watchdog.report else []
             return [self._finish(request, "error") for request in unfinished]
-        self._pool.copy_blocks(schedule.copies)
+        self._pool.copy_blocks(schedule.copies, self.decoder.ops.copy_blocks)
         batch = build_batch(schedule.scheduled, self.blocks, self.decoder.device)
         self._attention.plan(batch)
         hidden = self.decoder.forward(batch, self._attention)

@@ -21,7 +21,7 @@ from compress.export.kv_scales import ATTENTION, read_kv_scales
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import COMPUTED_SUFFIXES, Checkpoint
 from compress.models.family import SharedInput
-from compress.runtime.attention.base import KVScales
+from compress.runtime.attention.pool import KVScales
 from compress.runtime.config import DecoderConfig, decoder_config
 from compress.runtime.embedding import make_embedding
 from compress.runtime.linear import Weight, make_linear

@@ -18,7 +18,8 @@ import torch
 
 from compress.kernels.ops import Ops
 from compress.models.checkpoint import Checkpoint
-from compress.runtime.attention.base import AttentionBackend, AttentionSpec, KVScales
+from compress.runtime.attention.base import AttentionBackend, AttentionSpec
+from compress.runtime.attention.pool import KVScales
 from compress.runtime.batch import Batch
 from compress.runtime.config import DecoderConfig
 from compress.runtime.embedding import Embedding
@@ -148,5 +149,5 @@ def attention_spec(config: DecoderConfig) -> AttentionSpec:
         head_dim=config.head_dim,
         windows=config.windows,
         scale_override=config.attention_scale,
-        softcap=config.attention_soft_cap,
+        soft_cap=config.attention_soft_cap,
     )

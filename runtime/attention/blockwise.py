@@ -26,14 +26,13 @@ the batch already: a row of a product with 64 keys, and a softmax whose rows end
 hidden blocks.
 
 The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q. The blocks
-of a float8 pool are converted to that dtype as they are read.
+of a pool in 8 bits are converted to that dtype as they are read.
 """
 
 import torch
 import torch.nn.functional as F
 
-from compress.kernels.float8 import decode_float8
-from compress.runtime.attention.base import AttentionSpec, KVPool
+from compress.runtime.attention.base import AttentionSpec
 from compress.runtime.attention.block_plan import (
     MAX_SHORT_QUERY,
     LongPlan,
@@ -42,6 +41,7 @@ from compress.runtime.attention.block_plan import (
     plan_short,
     queries_of,
 )
+from compress.runtime.attention.pool import KVPool, PoolLayer
 from compress.runtime.attention.softcap import capped_attention
 from compress.runtime.batch import Batch
 
@@ -96,37 +96,34 @@ class BlockwiseAttention:
     ) -> torch.Tensor:
         """As in `AttentionBackend`."""
         assert self._slots is not None, "forward() before plan()"
-        scales = self._pool.scales
+        scales = self._pool.storage.scales
         if scales is not None:
             q = scales.scale_queries(q, layer)
             k, v = scales.encode(k, v, layer)
-        blocks, offsets = self._slots
-        self._pool.k[layer][blocks, :, offsets] = k
-        self._pool.v[layer][blocks, :, offsets] = v
-        out = self._attend(q, k, v, layer)
+        pool = self._pool.layer(layer)
+        k, v = pool.write(k, v, *self._slots)
+        out = self._attend(q, k, v, pool, self._spec.windows[layer])
         return out if scales is None else scales.scale_outputs(out, layer)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: PoolLayer, window: int
     ) -> torch.Tensor:
         """Every query of the batch over the pool, or over its own `k` and `v` as they are in it."""
-        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
-        window = self._spec.windows[layer]
         short, long, tiles = self._short.get(window), self._long[window], self._tiles[window]
         if short is not None and short.covers_batch(q):
-            return short.attend(q, k_pool, v_pool)
+            return short.attend(q, pool)
         if short is None and len(long) == 1:
-            return self._attend_long(long[0], q, k, v, k_pool, v_pool, window)
+            return self._attend_long(long[0], q, k, v, pool, window)
         out = torch.empty_like(q)
         if short is not None:
-            short.attend_rows(q, k_pool, v_pool, out)
+            short.attend_rows(q, pool, out)
         for tile in tiles:  # one at a time: their scores are large
-            self._step(tile).attend_rows(q, k_pool, v_pool, out)
+            self._step(tile).attend_rows(q, pool, out)
         for plan in long:
             rows_end = plan.start + plan.count * plan.query_len
             sliced = slice(plan.start, rows_end)
             qkv = (q[sliced], k[sliced], v[sliced])
-            out[sliced] = self._attend_long(plan, *qkv, k_pool, v_pool, window)
+            out[sliced] = self._attend_long(plan, *qkv, pool, window)
         return out
 
     def _attend_long(
@@ -135,8 +132,7 @@ class BlockwiseAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
+        pool: PoolLayer,
         window: int,
     ) -> torch.Tensor:
         rows, num_heads, head_dim = q.shape
@@ -145,12 +141,10 @@ class BlockwiseAttention:
             shape = (plan.count, plan.query_len, -1, head_dim)
             k, v = k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2)
         else:
-            k = _gather(k_pool, plan.block_ids, plan.context_len)
-            v = _gather(v_pool, plan.block_ids, plan.context_len)
-        k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
-        if self._spec.softcap:
+            k, v = (_of_sequence(x, plan.context_len) for x in pool.read(plan.block_ids))
+        if self._spec.soft_cap:
             out = capped_attention(
-                q, k, v, scale=self._spec.scale, softcap=self._spec.softcap, window=window
+                q, k, v, scale=self._spec.scale, soft_cap=self._spec.soft_cap, window=window
             )
         else:
             out = F.scaled_dot_product_attention(
@@ -197,27 +191,22 @@ class _ShortStep:
         """Whether the rows of the batch are exactly the padded queries, in order."""
         return self.plan.is_real is None and len(self.plan.rows) == len(q)
 
-    def attend_rows(
-        self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def attend_rows(self, q: torch.Tensor, pool: PoolLayer, out: torch.Tensor) -> None:
         """Attend with the planned rows of `q` (T, H * G, D), and write those of `out`."""
         rows, is_real = self.plan.rows, self.plan.is_real
-        attended = self.attend(q.index_select(0, rows), k_pool, v_pool)
+        attended = self.attend(q.index_select(0, rows), pool)
         if is_real is not None:
             rows, attended = rows[is_real], attended[is_real]
         out[rows] = attended
 
-    def attend(self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, pool: PoolLayer) -> torch.Tensor:
         """Queries (S * Q, H * G, D) over the pools (num_blocks, H, B, D); same shape out."""
         plan, group, heads = self.plan, self._group, self._spec.num_kv_heads
         num_queries, query_len, entries = plan.num_queries, plan.query_len, plan.num_entries
-        block_size, head_dim = k_pool.shape[2:]
+        block_size, head_dim = pool.k.shape[2:]
         rows = query_len * group
-        if plan.block_ids is None:
-            k, v = k_pool[plan.first : plan.last], v_pool[plan.first : plan.last]
-        else:
-            k, v = k_pool.index_select(0, plan.block_ids), v_pool.index_select(0, plan.block_ids)
-        k, v = _in_dtype(k, q.dtype), _in_dtype(v, q.dtype)
+        in_place = slice(plan.first, plan.last)
+        k, v = pool.read(in_place if plan.block_ids is None else plan.block_ids)
         items = len(plan.owner)
         queries = q.view(num_queries, query_len, heads, group, head_dim)
         if query_len > 1:
@@ -233,7 +222,7 @@ class _ShortStep:
         if not plan.in_order:
             s = s.index_select(0, plan.item_of)
         s = s.view(num_queries, entries, heads, query_len, group, block_size)
-        s, cap = s.permute(0, 2, 3, 4, 1, 5), self._spec.softcap
+        s, cap = s.permute(0, 2, 3, 4, 1, 5), self._spec.soft_cap
         if cap and self._ordered:  # tanh(x) = 2 sigmoid(2x) - 1: MKL's tanh depends on the place
             self._scores.copy_(s).mul_(2 * self._spec.scale / cap).sigmoid_().sub_(0.5)
             torch.add(plan.mask, self._scores, alpha=2 * cap, out=self._scores)
@@ -274,12 +263,7 @@ class _ShortStep:
         return total
 
 
-def _gather(pool: torch.Tensor, block_ids: torch.Tensor, context_len: int) -> torch.Tensor:
-    """The keys or values of one sequence, (1, num_kv_heads, context_len, head_dim)."""
-    blocks = pool.index_select(0, block_ids).transpose(0, 1)
-    return blocks.reshape(1, blocks.shape[0], -1, blocks.shape[3])[:, :, :context_len]
-
-
-def _in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` itself, or the values of its float8 codes in `dtype`."""
-    return x if x.dtype == dtype else decode_float8(x, dtype)
+def _of_sequence(blocks: torch.Tensor, context_len: int) -> torch.Tensor:
+    """Blocks (n, num_kv_heads, block_size, D) as (1, num_kv_heads, context_len, D)."""
+    rows = blocks.transpose(0, 1)
+    return rows.reshape(1, rows.shape[0], -1, rows.shape[3])[:, :, :context_len]

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from compress.kernels.ops import Ops
 from compress.lookup import lookup
-from compress.runtime.attention.base import AttentionBackend, AttentionSpec, KVPool
+from compress.runtime.attention.base import AttentionBackend, AttentionSpec
 from compress.runtime.attention.blockwise import BlockwiseAttention
+from compress.runtime.attention.pool import KVPool
 from compress.runtime.attention.triton_paged import PagedAttention
 
 # name -> make(spec, pool, ops, deterministic)

@@ -20,7 +20,7 @@ def capped_attention(
     v: torch.Tensor,
     *,
     scale: float,
-    softcap: float,
+    soft_cap: float,
     window: int,
 ) -> torch.Tensor:
     """q (N, H * G, Q, D), k and v (N, H, L, D) in one dtype -> (N, H * G, Q, D) in that dtype.
@@ -42,7 +42,7 @@ def capped_attention(
         if q.dtype == torch.float16:  # the unscaled product can exceed its range
             tile, keys = tile.float(), keys.float()
         scores = torch.matmul(tile, keys).float()
-        scores = scores.mul_(scale / softcap).tanh_().mul_(softcap)
+        scores = scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
         hidden = _hidden(offset + start, offset + stop, first, window, q.device)
         by_row = scores.view(count, num_kv_heads, group, stop - start, -1)
         by_row.masked_fill_(hidden, float("-inf"))

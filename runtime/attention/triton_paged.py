@@ -3,7 +3,8 @@
 import torch
 
 from compress.kernels.ops import Ops
-from compress.runtime.attention.base import AttentionSpec, KVPool
+from compress.runtime.attention.base import AttentionSpec
+from compress.runtime.attention.pool import KVPool
 from compress.runtime.batch import Batch
 
 
@@ -15,7 +16,6 @@ class PagedAttention:
         self._pool = pool
         self._ops = ops
         self._batch: Batch | None = None
-        self._extra = {"softcap": spec.softcap} if spec.softcap else {}
 
     def plan(self, batch: Batch) -> None:
         """Keep the batch: its tensors are all that the kernels read."""
@@ -27,22 +27,23 @@ class PagedAttention:
         """As in `AttentionBackend`."""
         batch = self._batch
         assert batch is not None, "forward() before plan()"
-        k_pool, v_pool = self._pool.k[layer], self._pool.v[layer]
-        scales = self._pool.scales
+        pool, scales = self._pool.layer(layer), self._pool.storage.scales
         if scales is not None:
             q = scales.scale_queries(q, layer)
             k, v = scales.encode(k, v, layer)
-        self._ops.kv_write(k, v, k_pool, v_pool, batch.slots)
+        of_tokens = {"k_scale": pool.k_scale, "v_scale": pool.v_scale}
+        self._ops.kv_write(k, v, pool.k, pool.v, batch.slots, **of_tokens)
         out = self._ops.paged_attention(
             q,
-            k_pool,
-            v_pool,
+            pool.k,
+            pool.v,
             batch.block_tables,
             batch.context_lens,
             batch.query_starts,
             scale=self._spec.scale,
             window=self._spec.windows[layer],
             max_query_len=max(batch.host_query_lens),
-            **self._extra,
+            soft_cap=self._spec.soft_cap,
+            **of_tokens,
         )
         return out if scales is None else scales.scale_outputs(out, layer)

@@ -8,15 +8,15 @@ import torch
 
 from compress.kernels.ops import select
 from compress.kernels.paged_attention import paged_attention_ref
-from compress.runtime.attention.base import (
-    AttentionBackend,
-    AttentionSpec,
+from compress.runtime.attention.base import AttentionBackend, AttentionSpec
+from compress.runtime.attention.choice import make_attention
+from compress.runtime.attention.pool import (
     KVPool,
     KVScales,
+    KVStorage,
     allocate_pool,
-    choose_scales,
+    choose_storage,
 )
-from compress.runtime.attention.choice import make_attention
 from compress.runtime.batch import Batch, build_batch
 from compress.runtime.blocks import BlockManager
 from compress.runtime.request import Request, SamplingParams
@@ -136,7 +136,8 @@ def float8_scales(shared: bool = False) -> KVScales:
 
 
 def float8_pool(scales: KVScales, dtype: torch.dtype = torch.float32) -> KVPool:
-    pool = allocate_pool(SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, device=CPU, scales=scales)
+    storage = KVStorage(dtype=torch.float8_e4m3fn, scales=scales)
+    pool = allocate_pool(SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, device=CPU, storage=storage)
     generator = torch.Generator().manual_seed(7)
     for tensor in (pool.k, pool.v):
         tensor.copy_(100 * torch.randn(tensor.shape, generator=generator))
@@ -145,7 +146,7 @@ def float8_pool(scales: KVScales, dtype: torch.dtype = torch.float32) -> KVPool:
 
 def float8_oracle(batch: Batch, pool: KVPool, layer: int, dtype: torch.dtype) -> torch.Tensor:
     """`oracle` over a float pool that holds what the codes stand for, the new rows rounded too."""
-    scales = pool.scales
+    scales = pool.storage.scales
     assert scales is not None
     q, k, v = random_qkv(len(batch.token_ids), dtype)
     pools = []
@@ -200,9 +201,8 @@ def test_a_float8_pool_is_a_byte_per_value_and_holds_codes(name: str) -> None:
     scales = float8_scales()
     pool = float8_pool(scales)
     assert pool.k.dtype == pool.v.dtype == torch.float8_e4m3fn
-    assert (
-        SPEC.block_bytes(BLOCK_SIZE, pool.k.dtype) == SPEC.block_bytes(BLOCK_SIZE, torch.half) / 2
-    )
+    half = KVStorage(dtype=torch.float16).block_bytes(SPEC, BLOCK_SIZE)
+    assert pool.storage.block_bytes(SPEC, BLOCK_SIZE) == half / 2
     batch = make_batch(STEPS["decodes"], BlockManager(NUM_BLOCKS, BLOCK_SIZE))
     attend(make_attention(name, SPEC, pool, select("torch", CPU)), batch, 2, torch.float32)
     _, k, v = random_qkv(len(batch.token_ids))
@@ -213,18 +213,57 @@ def test_a_float8_pool_is_a_byte_per_value_and_holds_codes(name: str) -> None:
             assert torch.equal(stored.float(), clipped.to(torch.float8_e4m3fn).float())
 
 
-def test_choose_scales_follows_the_checkpoint_or_the_user() -> None:
-    stored = float8_scales()
-    assert choose_scales("auto", None, SPEC, CPU) is None
-    assert choose_scales("auto", stored, SPEC, CPU) is stored
-    assert choose_scales("model", stored, SPEC, CPU) is None
-    assert choose_scales("fp8", stored, SPEC, CPU) is stored
-    ones = choose_scales("fp8", None, SPEC, CPU)
-    assert ones is not None
-    assert ones.k.shape == ones.v.shape == stored.k.shape
-    assert (ones.k == 1).all() and (ones.v == 1).all()
-    with pytest.raises(ValueError, match="unknown kv_dtype 'int8'"):
-        choose_scales("int8", stored, SPEC, CPU)
+def test_choose_storage_follows_the_checkpoint_or_the_user() -> None:
+    stored, half, fp8 = float8_scales(), torch.float16, torch.float8_e4m3fn
+    assert choose_storage("auto", half, None) == KVStorage(dtype=half)
+    assert choose_storage("auto", half, stored) == KVStorage(dtype=fp8, scales=stored)
+    assert choose_storage("model", half, stored) == KVStorage(dtype=half)
+    assert choose_storage("fp8", half, stored) == KVStorage(dtype=fp8, scales=stored)
+    assert choose_storage("fp8", half, None) == KVStorage(dtype=fp8, per_token=True)
+    for scales in (None, stored):
+        assert choose_storage("int8", half, scales) == KVStorage(dtype=torch.int8, per_token=True)
+    with pytest.raises(ValueError, match="unknown kv_dtype 'int4'"):
+        choose_storage("int4", half, stored)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_scales_of_tokens_give_attention_over_what_was_stored(
+    name: str, step: str, stored: torch.dtype
+) -> None:
+    storage = KVStorage(dtype=stored, per_token=True)
+    pool = allocate_pool(
+        SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=torch.float32, device=CPU, storage=storage
+    )
+    assert pool.k_scale is not None and pool.v_scale is not None
+    generator = torch.Generator().manual_seed(7)
+    for codes, scale in ((pool.k, pool.k_scale), (pool.v, pool.v_scale)):
+        codes.copy_(100 * torch.randn(codes.shape, generator=generator))
+        scale.copy_(0.001 + 0.02 * torch.rand(scale.shape, generator=generator))
+    plain = allocate_pool(SPEC, NUM_BLOCKS, BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    batch = make_batch(STEPS[step], BlockManager(NUM_BLOCKS, BLOCK_SIZE))
+    ops = select("torch", CPU)
+    got = attend(make_attention(name, SPEC, pool, ops), batch, 1, torch.float32)
+    for whole, codes, scale in ((plain.k, pool.k, pool.k_scale), (plain.v, pool.v, pool.v_scale)):
+        whole.copy_(codes.float() * scale.unsqueeze(-1))
+    _, k, v = random_qkv(len(batch.token_ids))
+    blocks, offsets = batch.slots // BLOCK_SIZE, batch.slots % BLOCK_SIZE
+    for x, whole in ((k, plain.k), (v, plain.v)):
+        assert (whole[1][blocks, :, offsets] - x).abs().max() < 0.07 * x.abs().max()
+    q, _, _ = random_qkv(len(batch.token_ids))
+    want = paged_attention_ref(
+        q.double(),
+        plain.k[1],
+        plain.v[1],
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_starts,
+        scale=SPEC.scale,
+        window=SPEC.windows[1],
+        max_query_len=max(batch.host_query_lens),
+    )
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
 
 
 def scattered_blocks() -> BlockManager:
@@ -261,7 +300,8 @@ def test_blockwise_does_not_depend_on_where_blocks_lie(
 ) -> None:
     blocks, pool = layout(), random_pool()
     for name, start, end in (("r0", 33, 33 + new[0]), ("r1", 50, 50 + new[1])):
-        pool.copy_blocks(blocks.reserve(name, start, end) or [])
+        copies = blocks.reserve(name, start, end) or []
+        pool.copy_blocks(copies, select("torch", CPU).copy_blocks)
     batch = make_batch(Step((33, 50), new), blocks)
     expected = oracle(batch, pool, 0, torch.float32)
     backend = make_attention("blockwise", SPEC, pool, select("torch", CPU))
@@ -318,10 +358,19 @@ def test_blockwise_ignores_garbage_in_dead_and_future_slots() -> None:
 @pytest.mark.parametrize("in_float8", [False, True], ids=["float", "float8"])
 def test_copy_blocks_copies_every_layer(in_float8: bool) -> None:
     pool = float8_pool(float8_scales()) if in_float8 else random_pool()
-    pool.copy_blocks([(3, 5), (4, 9)])
+    pool.copy_blocks([(3, 5), (4, 9)], select("torch", CPU).copy_blocks)
     for tensor in (pool.k, pool.v):
         assert torch.equal(tensor[:, 3].float(), tensor[:, 5].float())
         assert torch.equal(tensor[:, 4].float(), tensor[:, 9].float())
+
+
+def test_copy_blocks_copies_the_scales_of_tokens() -> None:
+    storage = KVStorage(dtype=torch.int8, per_token=True)
+    pool = allocate_pool(SPEC, 8, BLOCK_SIZE, dtype=torch.half, device=CPU, storage=storage)
+    assert pool.k_scale is not None and pool.v_scale is not None
+    pool.k_scale[:, 3], pool.v_scale[:, 3] = 2.0, 3.0
+    pool.copy_blocks([(3, 5)], select("torch", CPU).copy_blocks)
+    assert (pool.k_scale[:, 5] == 2).all() and (pool.v_scale[:, 5] == 3).all()
 
 
 def test_make_attention_refuses_an_unknown_name() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.runtime.attention.base import affordable_blocks
+from compress.runtime.attention.pool import affordable_blocks
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Completion, Request, SamplingParams
 from compress.runtime.scheduler import Schedule
