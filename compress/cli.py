@@ -145,6 +145,14 @@ def serve_eval(
     output_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(help="Runs of each workload.")] = 3,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Cache: auto, model, fp8 or int8.")] = "auto",
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            help="Bits that no batch changes; both measurements.",
+            show_default="for scores, not for speed",
+        ),
+    ] = None,
     device: Device = "auto",
     seed: Seed = 0,
     offline: Offline = False,
@@ -170,6 +178,8 @@ def serve_eval(
         output_tokens=output_tokens,
         repeats=repeats,
         dtype=dtype,
+        kv_dtype=kv_dtype,
+        deterministic=deterministic,
         device=device,
         seed=seed,
         offline=offline,

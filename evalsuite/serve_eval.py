@@ -3,10 +3,11 @@
 The order of the work:
 
     1. resolve the models and check every option against them, before anything slow
-    2. load the engines: the model, the baseline, and the model with its draft
-    3. perplexity of model and baseline on the same windows, and how far one is from the other
-    4. each workload: warm up, then repeats that alternate between the engines
-    5. one report (see report.py), with the card that says how it was measured (see card.py)
+    2. perplexity of model and baseline on the same windows, and how far one is from the other, by
+       deterministic engines: a score does not depend on what was scored beside it
+    3. each workload, by the fastest engines, the model with its draft among them: warm up, then
+       repeats that alternate between the engines
+    4. one report (see report.py), with the card that says how it was measured (see card.py)
 
 Perplexity and speed are measured in the dtype the engine runs in, which the card states for each.
 """
@@ -43,6 +44,7 @@ from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint
 from compress.models.load import load_tokenizer, resolve_model
 from compress.progress import progress
+from compress.runtime.attention.pool import KV_DTYPES
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.speculative.base import proposer_entry
 
@@ -57,7 +59,9 @@ class ServeEvalOptions:
     `model`, `baseline`: what `resolve_model` takes; `draft`: a folder. `ppl_data` is a text file,
     `pydoc`, or `none` to leave perplexity out and prompt with random tokens. `workload` as in
     workload.py. `dtype` "auto" is the fastest of the device, whatever the checkpoint stores, for
-    model and baseline alike. `command` is the line that the card shows to repeat the run.
+    model and baseline alike; `kv_dtype` is that of their caches. `deterministic` None scores with
+    deterministic engines and times the fastest, True or False has one kind for both. `command` is
+    the line that the card shows to repeat the run.
     """
 
     model: str
@@ -72,6 +76,8 @@ class ServeEvalOptions:
     output_tokens: int = 128
     repeats: int = 3
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    deterministic: bool | None = None
     device: str = "auto"
     seed: int = 0
     command: str = ""
@@ -81,6 +87,7 @@ class ServeEvalOptions:
     def __post_init__(self) -> None:
         lookup(PROTOCOLS, self.ppl_protocol, "perplexity protocol")
         lookup(_DTYPES, self.dtype, "dtype")
+        lookup(KV_DTYPES, self.kv_dtype, "kv_dtype")
         lookup(_DEVICES, self.device, "device")
         workloads = parse_workloads(self.workload)
         for name, least in (
@@ -107,8 +114,19 @@ def serve_eval(options: ServeEvalOptions) -> dict[str, Any]:
     make_prompts = _prompt_maker(options, subjects, data)
     for workload in workloads:
         make_prompts(workload.num_requests, "check")  # raises now if the text is too short
-    engines = _load_engines(options, subjects, _engine_config(options, workloads))
-    scores, fidelity = _score(options, subjects, engines, data)
+    engines: dict[str, Engine] = {}
+    scores: dict[str, Perplexity | None] = dict.fromkeys(subjects)
+    fidelity = None
+    if data is not None:
+        config = _engine_config(
+            options, workloads, deterministic=options.deterministic is not False
+        )
+        engines = _load_engines(options, subjects, config)
+        scores, fidelity = _score(options, subjects, engines, data)
+    if workloads:
+        engines.clear()  # before the others are loaded: there is memory for one set
+        config = _engine_config(options, workloads, deterministic=bool(options.deterministic))
+        engines = _load_engines(options, subjects, config, draft=options.draft)
     runs = {workload: _measure(options, engines, workload, make_prompts) for workload in workloads}
     report = assemble(subjects, scores, fidelity, runs)
     report["protocol"] = surroundings | _protocol(options, subjects, engines, data)
@@ -197,16 +215,27 @@ def _dtype(options: ServeEvalOptions) -> str:
 
 
 def _load_engines(
-    options: ServeEvalOptions, subjects: Mapping[str, Subject], config: EngineConfig
+    options: ServeEvalOptions,
+    subjects: Mapping[str, Subject],
+    config: EngineConfig,
+    draft: Path | None = None,
 ) -> dict[str, Engine]:
-    load = partial(Engine.load, dtype=_dtype(options), device=options.device, config=config)
+    load = partial(
+        Engine.load,
+        dtype=_dtype(options),
+        device=options.device,
+        config=config,
+        kv_dtype=options.kv_dtype,
+    )
     engines = {role: load(subject.checkpoint.path) for role, subject in subjects.items()}
-    if options.draft is not None:
-        engines[DRAFT] = load(subjects[MODEL].checkpoint.path, draft=options.draft)
+    if draft is not None:
+        engines[DRAFT] = load(subjects[MODEL].checkpoint.path, draft=draft)
     return engines
 
 
-def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> EngineConfig:
+def _engine_config(
+    options: ServeEvalOptions, workloads: Sequence[Workload], *, deterministic: bool
+) -> EngineConfig:
     """Room for the largest workload at once and the longest sequence, else the defaults.
 
     Were a batch larger than the engine takes, part of it would wait for the rest to finish, and
@@ -220,6 +249,7 @@ def _engine_config(options: ServeEvalOptions, workloads: Sequence[Workload]) -> 
         token_budget=max(default.token_budget, most),
         max_model_len=max(_sequence_lengths(options, workloads).values()),
         prefix_cache=False,
+        deterministic=deterministic,
     )
 
 
@@ -227,11 +257,9 @@ def _score(
     options: ServeEvalOptions,
     subjects: Mapping[str, Subject],
     engines: Mapping[str, Engine],
-    data: EvaluationData | None,
+    data: EvaluationData,
 ) -> tuple[dict[str, Perplexity | None], Fidelity | None]:
     """Perplexities by role and, where model and baseline can be compared, fidelity."""
-    if data is None:
-        return dict.fromkeys(subjects), None
     settings: dict[str, Any] = {
         "protocol": options.ppl_protocol,
         "window": options.ppl_window,
@@ -304,6 +332,7 @@ def _protocol(
             "fingerprint": subject.checkpoint.fingerprint,
             "scheme": subject.scheme,
             "dtype": str(engines[role].decoder.dtype).removeprefix("torch."),
+            "kv_dtype": str(engines[role].kv_dtype).removeprefix("torch."),
             "device": str(engines[role].decoder.device),
         }
         for role, subject in subjects.items()
@@ -322,6 +351,7 @@ def _protocol(
             "stride": chosen.stride(options.ppl_window),
             "bos": chosen.bos,
             "limit": options.ppl_limit,
+            "deterministic": options.deterministic is not False,
         }
         if _comparable(subjects):
             card["perplexity"]["fidelity"] = "KL(baseline || model), nats per predicted token"

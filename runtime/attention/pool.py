@@ -26,6 +26,7 @@ from compress.lookup import lookup
 from compress.runtime.attention.base import AttentionSpec
 from compress.scheme import FLOAT8
 
+KV_DTYPES = dict.fromkeys(("auto", "model", "fp8", "int8"))  # see `choose_storage`
 _CPU_MEMORY_FRACTION = 0.25  # of what is available, for the cache when its size is not given
 _GPU_MEMORY_FRACTION = 0.8
 _SCALE_BYTES = 4

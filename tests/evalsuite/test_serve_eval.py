@@ -14,6 +14,7 @@ from compress.cli import run
 from compress.errors import CheckFailed
 from compress.evalsuite.report import cautions, print_report
 from compress.evalsuite.serve_eval import ServeEvalOptions, serve_eval
+from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.speculative.base import PROPOSERS
 from tests.factory import tiny_model, tiny_tokenizer
 
@@ -328,3 +329,28 @@ def test_options_refuse(change: dict[str, Any], message: str) -> None:
 def test_serve_eval_refuses_a_device_that_is_not_there(options: ServeEvalOptions) -> None:
     with pytest.raises(ValueError, match="no GPU"):
         serve_eval(replace(options, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("given", "scored", "timed"), [(None, True, False), (True, True, True), (False, False, False)]
+)
+def test_scores_are_deterministic_and_speed_is_the_fastest_unless_asked(
+    given: bool | None,
+    scored: bool,
+    timed: bool,
+    options: ServeEvalOptions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    load = Engine.load
+
+    def spy(*args: Any, config: EngineConfig, **kwargs: Any) -> Engine:
+        seen.append(config.deterministic)
+        return load(*args, config=config, **kwargs)
+
+    monkeypatch.setattr(Engine, "load", spy)
+    chosen = replace(options, deterministic=given, baseline=None, workload="batch:1", repeats=1)
+    report = serve_eval(chosen)
+    assert seen == [scored, timed]
+    assert report["protocol"]["perplexity"]["deterministic"] == scored
+    assert report["protocol"]["engine"]["deterministic"] == timed
