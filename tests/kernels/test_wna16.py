@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compress.artifacts import QuantizedLinear
 from compress.kernels.wna16 import (
@@ -62,6 +64,25 @@ def test_triton_matches_reference(M, N, K, group, bits, asymmetric, dtype, devic
     weight, x = pack_weight(linear, dtype, device), inputs(M, K, dtype, device)
     exact = oracle(x, weight)
     assert_as_exact_as(wna16_triton(x, weight), wna16_torch(x, weight), exact)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    M=st.integers(1, 70),
+    N=st.integers(1, 130),
+    words=st.integers(1, 12),
+    num_groups=st.integers(1, 5),
+    bits=st.sampled_from(list(CODES_PER_WORD)),
+    asymmetric=st.booleans(),
+)
+def test_triton_matches_reference_at_any_size(M, N, words, num_groups, bits, asymmetric):
+    """Groups of any number of whole words, in fp32."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    group = words * CODES_PER_WORD[bits]
+    linear = make(N, group * num_groups, group, bits=bits, asymmetric=asymmetric)
+    weight = pack_weight(linear, torch.float32, device)
+    x = inputs(M, group * num_groups, torch.float32, device)
+    assert_as_exact_as(wna16_triton(x, weight), wna16_torch(x, weight), oracle(x, weight))
 
 
 @pytest.mark.parametrize("asymmetric", [False, True], ids=["sym", "asym"])
