@@ -161,7 +161,7 @@ class Worker:
                 self._failure = reason
             self._end_all("error", reason)
         else:
-            self._end_all("abort", "the server is shutting down")
+            self._drop(self._end_all("abort", "the server is shutting down"))
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False if that is to stop."""
@@ -185,8 +185,7 @@ class Worker:
             if not (isinstance(error, CheckFailed) or is_out_of_memory(error)):
                 raise
             _LOG.exception("a step failed, and with it all requests")
-            jobs = self._end_all("error", f"{type(error).__name__}: {error}")
-            self._drop(jobs)
+            self._drop(self._end_all("error", f"{type(error).__name__}: {error}"))
 
     def _start_job(self, job: Job) -> None:
         if job.is_done:

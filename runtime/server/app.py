@@ -68,8 +68,7 @@ def make_app(
         finally:
             await asyncio.to_thread(worker.stop)
 
-    app = FastAPI(title="compress", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.openapi_url = None
+    app = FastAPI(lifespan=lifespan, openapi_url=None)  # its pages would load scripts from afar
     service = Service(worker, name or llm.name, limits)
     app.add_api_route("/v1/completions", service.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
