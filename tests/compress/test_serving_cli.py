@@ -123,11 +123,11 @@ def test_ctrl_c_ends_generate_cleanly(llama: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_answers_and_ends_with_a_signal(llama: Path, number: int) -> None:
-    with serving(str(llama), "--name", "tiny", "--max-tokens", "9") as (process, url):
+    with serving(str(llama), "--name", "tiny", "--max-tokens", "9") as server:
         end = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"{url}/health") as response:
+                with urllib.request.urlopen(f"{server.url}/health") as response:
                     assert json.load(response) == {"status": "ok"}
                 break
             except urllib.error.URLError:
@@ -135,14 +135,14 @@ def test_serve_answers_and_ends_with_a_signal(llama: Path, number: int) -> None:
                 time.sleep(0.05)
         body = json.dumps({"model": "tiny", "prompt": "a", "ignore_eos": True}).encode()
         request = urllib.request.Request(
-            f"{url}/v1/completions", body, {"content-type": "application/json"}
+            f"{server.url}/v1/completions", body, {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 9
-        process.send_signal(number)
-        assert process.wait(60) == 0
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
+        server.process.send_signal(number)
+        assert server.process.wait(60) == 0
+        server.reader.join()
+        assert "Traceback" not in "".join(server.log)
 
 
 def test_taken_port_is_found_before_the_model_is_loaded(capsys: Capture) -> None:

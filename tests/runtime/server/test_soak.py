@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,12 @@ async def metrics(url: str) -> dict[str, float]:
 
 def test_soak_leaves_nothing_behind(llama: Path) -> None:
     limits = ["--num-blocks", "24", "--max-num-seqs", "8"]
-    with serving(str(llama), "--name", "tiny", *limits) as (process, url):
-        soak = Soak(url, psutil.Process(process.pid))
+    with serving(str(llama), "--name", "tiny", *limits) as server:
+        soak = Soak(server.url, psutil.Process(server.process.pid))
         asyncio.run(soak.run())
         assert soak.ends.total() == NUM_REQUESTS
         assert all(soak.ends[end] > 50 for end in ("whole", "stream", "chat", "closed", "refused"))
-        values = asyncio.run(asyncio.wait_for(metrics(url), 60))
+        values = asyncio.run(asyncio.wait_for(metrics(server.url), 60))
         # The engine checks its block tables whenever it is idle; a failed check would be fatal.
         assert values["compress_kv_blocks_owned"] == 0
         assert values["compress_requests_running"] == values["compress_requests_waiting"] == 0
@@ -151,5 +152,5 @@ def test_soak_leaves_nothing_behind(llama: Path) -> None:
         print(f"{dict(soak.ends)}; RSS {soak.rss[0] / 2**20:.0f} MiB at first,", end=" ")
         print(f"{settled[0] / 2**20:.0f} settled, {settled[-1] / 2**20:.0f} at last", values)
         assert growth < GROWTH_BYTES
-        process.send_signal(2)
-        assert process.wait(60) == 0
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 0
