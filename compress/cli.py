@@ -24,6 +24,7 @@ from compress.options import (
     to_stdout,
     write_json,
 )
+from compress.serving_cli import generate, serve
 from compress.signals import Interrupted, interruptible
 
 EXIT_CHECK_FAILED, EXIT_BAD_USAGE = 1, 2
@@ -190,6 +191,10 @@ def serve_eval(
     write_json(json_file, result)
     if not quiet and not to_stdout(json_file):
         report.print_report(result)
+
+
+app.command()(generate)
+app.command()(serve)
 
 
 @app.command("train-draft")

@@ -34,7 +34,7 @@ LAYERS = (
         "solve",
     },
     {"finish", "quantize", "train_draft", "convert", "ablate", "render"},
-    {"cli", "options"},
+    {"cli", "options", "serving_cli"},
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -54,7 +54,7 @@ def modules() -> list[tuple[str, Path]]:
 def imported_rooms(path: Path) -> set[str]:
     """First name under `compress` of everything that the file imports from the project."""
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_at_run_time(ast.parse(path.read_text(encoding="utf-8")))):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -65,6 +65,16 @@ def imported_rooms(path: Path) -> set[str]:
             if parts[0] == "compress" and len(parts) > 1:
                 rooms.add(parts[1])
     return rooms - {"__version__"}
+
+
+def _at_run_time(tree: ast.Module) -> ast.Module:
+    """`tree` without what stands at its top for type checkers only."""
+    body = [
+        other
+        for node in tree.body
+        for other in (node.orelse if ast.unparse(node).startswith("if TYPE_CHECKING:") else [node])
+    ]
+    return ast.Module(body=body, type_ignores=[])
 
 
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
@@ -81,6 +91,24 @@ def test_import_check_sees_an_upward_import(tmp_path: Path) -> None:
     file = tmp_path / "low.py"
     file.write_text("def f():\n    from compress.cli import run\n    import compress.runtime.x\n")
     assert imported_rooms(file) == {"cli", "runtime"}
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = (
+        "import compress, sys; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_names_of_the_package_are_what_their_modules_hold() -> None:
+    import compress
+    from compress.runtime.llm import LLM
+
+    assert compress.LLM is LLM
+    for name in compress.__all__:
+        assert getattr(compress, name)
+    with pytest.raises(AttributeError, match="no attribute 'LLm'"):
+        compress.LLm  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "recipes"])
