@@ -34,7 +34,7 @@ LAYERS = (
         "solve",
     },
     {"finish", "quantize", "train_draft", "convert", "ablate", "render"},
-    {"cli", "options", "serving_cli"},
+    {"cli", "options", "recipes_cli", "serving_cli"},
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
