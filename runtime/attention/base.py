@@ -94,6 +94,13 @@ class KVPool:
             for pool in (self.k, self.v):
                 pool[:, destination] = pool[:, source]
 
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that hold NaN or infinity, before they get a new owner."""
+        if blocks:
+            for pool in (self.k, self.v):
+                # As bytes, because float8 has no fill on every device.
+                pool.view(torch.uint8)[:, torch.tensor(blocks, device=pool.device)] = 0
+
 
 def allocate_pool(
     spec: AttentionSpec,
