@@ -38,7 +38,7 @@ class ShortPlan:
     is_real     (S * Q,) bool        False where a shorter query repeats its last row; None: all
     block_ids   (N,) int64 or None   blocks to gather, None if the pool range is read in place
     owner       (N,) int64           item -> query, any for an item that nobody owns
-    item_of     (S * MB,) int64      table entry -> item, any for an entry past the end
+    item_of     (S * MB,) int64      table entry -> item, the query's first for one past the end
     entry_of    (N,) int64           item -> table entry, any for an item that nobody owns
     membership  (S, N) fp32          1 where the query owns the item, else 0
     entries     one per j < MB       (queries that have an entry j, or None: all; their items)
@@ -114,6 +114,8 @@ def plan_short(
         owner[item], entry_of[item] = s, s * num_entries + j
         item_of[s * num_entries + j] = item
         membership[s, item] = 1.0
+        if j == 0:  # of its own: what is not finite must not be seen by others, even if hidden
+            item_of[s * num_entries : (s + 1) * num_entries] = [item] * num_entries
     query_len = max(min_rows, *(query.length for query in queries))
     positions = [
         [min(start + i, query.end - 1) for i in range(query_len)]

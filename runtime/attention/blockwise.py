@@ -29,6 +29,8 @@ The softmax is in fp32; scores and the partial sums of `o` are rounded to the dt
 of a float8 pool are converted to that dtype as they are read.
 """
 
+from math import isfinite
+
 import torch
 import torch.nn.functional as F
 
@@ -263,7 +265,10 @@ class _ShortStep:
         plan = self.plan
         if not self._ordered:
             alone = plan.num_queries == 1 and plan.in_order
-            return o.sum(0, keepdim=True) if alone else self._membership @ o
+            total = o.sum(0, keepdim=True) if alone else self._membership @ o
+            if alone or isfinite(float(total.sum())):
+                return total
+            # 0 * NaN is not 0: a query that is not finite would take the others with it.
         total = torch.zeros(plan.num_queries, o.shape[1])
         for queries, items in plan.entries:
             part = o.index_select(0, items).float()
