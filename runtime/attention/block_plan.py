@@ -6,7 +6,7 @@ entries per query, B block size; a query is some consecutive rows of one sequenc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -28,6 +28,22 @@ class Query:
     length: int
     end: int
     table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TileGather:
+    """Keys of a pool in tiles of another size than its blocks: row i is (blocks[i], offsets[i])."""
+
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    size: int
+
+    def __call__(self, pool: torch.Tensor) -> torch.Tensor:
+        """Tiles (N, H, size, D) of a pool (num_blocks, H, B, D)."""
+        codes = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # of float8
+        rows = codes[self.blocks, :, self.offsets].view(pool.dtype)
+        tiles: torch.Tensor = rows.view(-1, self.size, *rows.shape[1:])
+        return tiles.transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +109,23 @@ def queries_of(
             table = batch.host_block_tables[s][: -(-last // block_size)]
             queries.append(Query(starts[s] + done, rows, last, table))
     return queries
+
+
+def in_tiles(
+    queries: Sequence[Query], block_size: int, size: int
+) -> tuple[list[Query], TileGather]:
+    """The same queries over a pool whose blocks are tiles of `size` keys, and how to gather it.
+
+    The places of the last tile that no key is for repeat the last key; they are hidden.
+    """
+    tiled, blocks, offsets = [], list[int](), list[int]()
+    for query in queries:
+        first, count = len(blocks) // size, -(-query.end // size)
+        keys = [min(i, query.end - 1) for i in range(count * size)]
+        blocks += [query.table[key // block_size] for key in keys]
+        offsets += [key % block_size for key in keys]
+        tiled.append(replace(query, table=range(first, first + count)))
+    return tiled, TileGather(torch.tensor(blocks), torch.tensor(offsets), size)
 
 
 def plan_short(
