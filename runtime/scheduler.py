@@ -286,6 +286,8 @@ class Scheduler:
         """Whether the first waiting request can run to its end beside those that are running."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
+        if not self.running:
+            return True  # alone it fits, even if what will fork from it has to be preempted
         requests = [*self.running, self.waiting[0]]
         if not self._holds_pinned(requests):
             return False

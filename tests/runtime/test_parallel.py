@@ -160,10 +160,14 @@ def test_abort_of_one_output_leaves_the_others_as_they_were(
     assert not engine.has_unfinished
 
 
-def test_when_each_output_was_aborted_the_next_step_reports_the_whole(llama: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_when_each_output_was_aborted_the_next_step_reports_the_whole(
+    backwards: bool, steps: int, llama: Path
+) -> None:
     engine = load(llama)
-    request = start(engine, 3)
-    for child in request.children:
+    request = start(engine, steps)
+    for child in request.children[:: -1 if backwards else 1]:
         assert engine.has_unfinished
         engine.abort(child.request_id)
     assert engine.has_unfinished
@@ -204,3 +208,12 @@ def test_a_group_is_admitted_when_all_its_outputs_fit(llama: Path) -> None:
     found = engine.generate([prompt(17), prompt(18)], params)
     assert engine.stats.preemptions == 0
     assert all(len(c.token_ids) == 12 for f in found for c in all_of(f))
+
+
+def test_a_group_that_is_larger_than_the_pool_still_comes_to_its_end(llama: Path) -> None:
+    """One output fits, all four do not: they are preempted or wait."""
+    engine = load(llama, block_size=4, num_blocks=8)
+    params = SamplingParams(**(SAMPLED | {"max_tokens": 12, "n": 4}))
+    (found,) = engine.generate([prompt(20)], params)
+    expected = [alone(llama, prompt(20), i, max_tokens=12).token_ids for i in range(4)]
+    assert [c.token_ids for c in all_of(found)] == expected
