@@ -20,6 +20,7 @@ import torch
 
 from compress.devices import DTYPES, pick_device
 from compress.errors import CheckFailed
+from compress.kernels.gated_mul import gated_mul_by_rows
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
@@ -118,12 +119,15 @@ class Engine:
         config = config or EngineConfig()
         checkpoint = open_checkpoint(path)
         place = pick_device(device)
+        ops = select(config.kernels, place)
+        if config.deterministic and ops.backend == "torch":
+            ops = ops._replace(gated_mul=gated_mul_by_rows)
         stored = decoder_config(checkpoint.config).dtype
         decoder = load_decoder(
             checkpoint,
             dtype=stored if dtype == "auto" else lookup(DTYPES, dtype, "dtype"),
             device=place,
-            ops=select(config.kernels, place),
+            ops=ops,
             deterministic=config.deterministic,
             max_len=config.max_model_len,
         )
