@@ -49,6 +49,7 @@ from compress.kernels.rms_norm import MAX_HIDDEN, row_tile
 from compress.lookup import lookup
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+_SPLIT_ELEMENTS = 16384  # from which on torch may use several threads: GELU; others from twice that
 _ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 # 8 values per thread: 16-byte loads at 2 bytes per value. Not yet timed on a card.
@@ -195,6 +196,17 @@ def gated_mul_torch(gate_up: torch.Tensor, activation: Activation = "silu") -> t
     activate = lookup(_TORCH, activation, "activation")
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(gate).mul_(up)
+
+
+def gated_mul_by_rows(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """`gated_mul_torch` whose rows have the same bits whatever rows are beside them.
+
+    torch splits a large operation over threads at any element, and rounds the activation of what is
+    left of a vector at the end of a part in another way. Parts of whole rows are not split.
+    """
+    rows = max((_SPLIT_ELEMENTS - 1) // max(gate_up.shape[-1] // 2, 1), 1)
+    parts = [gated_mul_torch(part, activation) for part in gate_up.split(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def gated_mul_quantize_torch(

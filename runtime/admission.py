@@ -18,6 +18,7 @@ def peak_blocks(
 ) -> int:
     """Most blocks in use at once if all `requests` advance one token per step to their end.
 
+    Those that will fork from a request share its full blocks and write as much as it does.
     The last request may be a candidate that owns nothing yet and would share `cached_prefix`.
     A block in several tables counts once, for the request that keeps it longest.
     """
@@ -25,7 +26,10 @@ def peak_blocks(
     left = np.array([request.max_cached_tokens for request in requests]) - known
     shared = np.array(_counted_elsewhere(requests, left, blocks, cached_prefix))
     ends = np.unique(left)[:, None]  # (E, 1): the steps at which requests end
-    held = np.maximum(-(-(known + ends) // blocks.block_size), blocks.min_blocks) - shared
+    whole = np.maximum(-(-(known + ends) // blocks.block_size), blocks.min_blocks)
+    forks = np.array([request.num_forks for request in requests])
+    shareable = known // blocks.block_size if blocks.can_share else 0
+    held = whole - shared + forks * (whole - shareable)
     return int(np.where(left >= ends, held, 0).sum(axis=1).max())
 
 

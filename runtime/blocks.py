@@ -49,6 +49,7 @@ class BlockManager:
     """Block tables and reference counts; it never touches the tensors of the pool."""
 
     min_blocks = 0  # that a sequence holds however short it is
+    can_share = True  # blocks, between sequences
 
     def __init__(
         self, num_blocks: int, block_size: int, *, block_hash: BlockHash = chain_hash
@@ -128,6 +129,18 @@ class BlockManager:
         for block in reversed(self._tables.pop(sequence, [])):
             self._release(block)
         self._num_registered.pop(sequence, None)
+
+    def discard(self, sequence: str) -> list[int]:
+        """`free` a sequence whose blocks hold something wrong; which of them nobody else holds.
+
+        To be sure that no prefix of it is found again, the prefix cache forgets whatever no
+        sequence holds.
+        """
+        table = list(self.table(sequence))
+        self.free(sequence)
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
+        return [block for block in table if not self._references[block]]
 
     def cached_prefix(self, token_ids: Sequence[int]) -> list[int]:
         """Blocks that hold the longest registered prefix of `token_ids`, whole blocks only.
@@ -216,13 +229,15 @@ class BlockManager:
 
     def _take(self) -> int:
         """A block with one reference, evicted from the prefix cache if none is free."""
-        if self._free:
-            block = heapq.heappop(self._free)
-        else:
-            block, _ = self._cached.popitem(last=False)
-            del self._by_key[self._entries.pop(block).key]
-            self.num_evictions += 1
+        block = heapq.heappop(self._free) if self._free else self._evict()
         self._references[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        """Forget the least recently used block of the prefix cache."""
+        block, _ = self._cached.popitem(last=False)
+        del self._by_key[self._entries.pop(block).key]
+        self.num_evictions += 1
         return block
 
     def _acquire(self, block: int) -> None:
@@ -244,6 +259,8 @@ class ContiguousBlocks(BlockManager):
     A sequence takes the first run that is free when it starts, for `max_len` tokens however few it
     will have, and gives it back at its end. Nothing is shared: no prefix cache and no fork.
     """
+
+    can_share = False
 
     def __init__(self, num_blocks: int, block_size: int, max_len: int) -> None:
         super().__init__(num_blocks, block_size)

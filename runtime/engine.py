@@ -1,8 +1,10 @@
 """The engine: requests in, completions out, one step at a time.
 
 A step is: propose drafts, schedule, build the batch, run the decoder over it, and for every request
-that has caught up with its known tokens choose the next ones. Scoring is the same path without the
-choice: the log-probability of each following token of the prompt is read off in chunks of rows.
+that has caught up with its known tokens choose the next ones (`advance.py`). Scoring is the same
+path without the choice: the log-probability of each following token of the prompt is read off in
+chunks of rows. A request for several outputs (`parallel.py`) or a beam search (`beam.py`) runs as
+several requests that share cache blocks, and ends as one completion.
 
 How OpenMP's threads wait matters much on CPUs: `compress/__init__.py` sets it, if it is imported
 before torch. Threads that spin for one that lost its core can make a step a hundred times slower;
@@ -10,27 +12,29 @@ threads that sleep at once make small operations wait for their waking.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from compress.devices import DTYPES, pick_device
 from compress.errors import CheckFailed
+from compress.kernels.gated_mul import gated_mul_by_rows
 from compress.kernels.ops import select
 from compress.lookup import lookup
 from compress.models.checkpoint import open_checkpoint, read_json
+from compress.runtime.advance import Advance, accept, read_states
 from compress.runtime.attention.choice import make_attention
 from compress.runtime.attention.pool import affordable_blocks, allocate_pool, choose_storage
 from compress.runtime.batch import build_batch
 from compress.runtime.config import decoder_config, token_ids_of
 from compress.runtime.engine_config import EngineConfig, make_blocks, make_scheduler
+from compress.runtime.in_flight import InFlight
 from compress.runtime.loader import load_decoder
 from compress.runtime.model import Decoder, attention_spec
 from compress.runtime.request import Completion, Request, SamplingParams, check_request
-from compress.runtime.sampler import SampledRow, sample
 from compress.runtime.scheduler import ScheduledRequest
-from compress.runtime.scoring import append_scores
 from compress.runtime.speculative.base import DraftProposer, load_proposer
 from compress.runtime.speculative.drafting import allows_prefix_cache, draft
 from compress.runtime.stats import EngineStats
@@ -49,6 +53,7 @@ class Engine:
         *,
         proposer: DraftProposer | None = None,
         eos_token_ids: Sequence[int] = (),
+        generation_config: Mapping[str, Any] | None = None,
         kv_dtype: str = "auto",
     ) -> None:
         self.decoder = decoder
@@ -59,7 +64,7 @@ class Engine:
         )
         self._proposer = proposer
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._requests: dict[str, Request] = {}
+        self.generation_config = dict(generation_config or {})  # of the checkpoint
         self._num_named = 0
         spec = attention_spec(decoder.config)
         storage = choose_storage(kv_dtype, decoder.dtype, decoder.kv_scales)
@@ -80,6 +85,13 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             storage=storage,
+        )
+        self._in_flight = InFlight(
+            self.scheduler,
+            self._pool,
+            self._eos_token_ids,
+            needs_all_positions=proposer is not None and proposer.needs_all_positions,
+            forget=self._reset_proposer,
         )
         self._attention = make_attention(
             config.attention, spec, self._pool, decoder.ops, deterministic=config.deterministic
@@ -107,21 +119,29 @@ class Engine:
         config = config or EngineConfig()
         checkpoint = open_checkpoint(path)
         place = pick_device(device)
+        ops = select(config.kernels, place)
+        if config.deterministic and ops.backend == "torch":
+            ops = ops._replace(gated_mul=gated_mul_by_rows)
         stored = decoder_config(checkpoint.config).dtype
         decoder = load_decoder(
             checkpoint,
             dtype=stored if dtype == "auto" else lookup(DTYPES, dtype, "dtype"),
             device=place,
-            ops=select(config.kernels, place),
+            ops=ops,
             deterministic=config.deterministic,
             max_len=config.max_model_len,
         )
-        eos = set(decoder.config.eos_token_ids)
-        generation_config = path / "generation_config.json"
-        if generation_config.is_file():
-            eos |= set(token_ids_of(read_json(generation_config).get("eos_token_id")))
-        proposer = load_proposer(draft, decoder) if draft else None
-        return cls(decoder, config, proposer=proposer, eos_token_ids=sorted(eos), kv_dtype=kv_dtype)
+        file = path / "generation_config.json"
+        generation_config = read_json(file) if file.is_file() else {}
+        eos = {*decoder.config.eos_token_ids, *token_ids_of(generation_config.get("eos_token_id"))}
+        return cls(
+            decoder,
+            config,
+            proposer=load_proposer(draft, decoder) if draft else None,
+            eos_token_ids=sorted(eos),
+            generation_config=generation_config,
+            kv_dtype=kv_dtype,
+        )
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -131,15 +151,16 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would have something to do."""
-        return bool(self._requests)
+        return bool(self._in_flight.requests or self._in_flight.done)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; ValueError if it is malformed or could never be finished."""
-        if request.request_id in self._requests:
-            raise ValueError(f"request {request.request_id!r} is already in flight")
-        check_request(request, self.decoder.config.vocab_size, self.max_model_len)
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
+        """Queue a request; ValueError if it is malformed or could never be finished.
+
+        One for several outputs gets `children`, whose tokens can be watched, and which can be
+        aborted one by one; there will be one completion, by its own name.
+        """
+        self._check(request)
+        self._in_flight.add(request)
 
     def fork(self, request_id: str, child_id: str, params: SamplingParams) -> None:
         """Continue a running request a second time, as `child_id`, from its tokens so far.
@@ -148,27 +169,31 @@ class Engine:
         everything the parent knows now. A draft that needs all hidden states leaves the child to
         the model alone.
         """
-        parent = self._requests.get(request_id)
+        parent = self._in_flight.requests.get(request_id)
         if parent is None or parent not in self.scheduler.running or parent.params is None:
             raise ValueError(f"request {request_id!r} is not generating")
         child = Request(request_id=child_id, prompt_ids=list(parent.token_ids), params=params)
-        if child_id in self._requests:
-            raise ValueError(f"request {child_id!r} is already in flight")
-        check_request(child, self.decoder.config.vocab_size, self.max_model_len)
-        child.is_drafted = not (self._proposer and self._proposer.needs_all_positions)
-        self.scheduler.fork(parent, child)
-        self._requests[child_id] = child
+        self._check(child)
+        self._in_flight.fork(parent, child)
 
     def abort(self, request_id: str) -> Completion:
-        """Stop a request now; what it has generated is in the completion."""
-        if request_id not in self._requests:
-            raise ValueError(f"request {request_id!r} is not in flight")
-        return self._finish(self._requests[request_id], "abort")
+        """Stop a request now; what it has generated is in the completion.
+
+        With a request for several outputs all of them stop. One of its `children` can be stopped
+        alone: its completion is returned here and is part of that of the whole, which comes from
+        the next step if this was the last output.
+        """
+        return self._in_flight.abort(request_id)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Complete every prompt (token ids); completions are in the order of the prompts."""
+        """Complete every prompt (token ids); completions are in the order of the prompts.
+
+        There is one for each prompt. Where `n` outputs were asked for, it is the first of them and
+        the others are its `siblings`. A prompt for which no token was possible has a completion
+        with finish_reason "error"; CheckFailed if the engine came to a standstill.
+        """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -191,7 +216,7 @@ class Engine:
                 for sequence in sequences
             ]
         )
-        return [c.log_probs for c in completions if c.log_probs is not None]
+        return [c.prompt_logprobs.chosen for c in completions if c.prompt_logprobs is not None]
 
     @torch.inference_mode()
     def log_probs(self, sequence: list[int], num_rows: int) -> Iterator[torch.Tensor]:
@@ -212,6 +237,7 @@ class Engine:
 
         If nothing could be scheduled for `watchdog_steps` steps, all requests end with an error.
         """
+        done, self._in_flight.done = self._in_flight.done, []
         if self._proposer is not None:
             draft(self._proposer, self.scheduler.running)
         schedule = self.scheduler.schedule()
@@ -219,104 +245,54 @@ class Engine:
             self._reset_proposer(request)
         self.stats.preemptions += len(schedule.preempted)
         if not self._watchdog.has_progressed(self.scheduler, schedule):
-            unfinished = list(self._requests.values()) if self._watchdog.report else []
-            return [self._finish(request, "error") for request in unfinished]
+            report = self._watchdog.report
+            names = self._in_flight.names if report else []
+            return done + [self._in_flight.end(name, "error", report) for name in names]
         self._pool.copy_blocks(schedule.copies, self.decoder.ops.copy_blocks)
         batch = build_batch(schedule.scheduled, self.blocks, self.decoder.device)
         self._attention.plan(batch)
         hidden = self.decoder.forward(batch, self._attention)
         self.stats.record_step(self.scheduler, schedule)
         rows = hidden.split_with_sizes(batch.host_query_lens)
-        return self._advance(schedule.scheduled, rows)
+        return done + self._advance(schedule.scheduled, rows)
 
     def _advance(
         self, scheduled: Sequence[ScheduledRequest], hidden: Sequence[torch.Tensor]
     ) -> list[Completion]:
         """Take the hidden states (n, H) of each scheduled request to its next state."""
-        wanted: list[torch.Tensor] = []
-        rows: list[SampledRow] = []
-        for item, states in zip(scheduled, hidden, strict=True):
-            request = item.request
-            if request.params is None:
-                append_scores(self.decoder, item, states)
-                continue
-            for position in _choice_positions(item):
-                wanted.append(states[position - 1 - item.start])
-                rows.append(SampledRow(request.params, position))
-        choices: list[int] = []
-        if wanted:
-            choices = sample(self.decoder.logits(torch.stack(wanted)), rows)
+        items, states = list(scheduled), list(hidden)
+        for item, rows in zip(scheduled, hidden, strict=True):
+            forked = self._in_flight.fork_outputs(item)
+            items += forked
+            states += [rows] * len(forked)
+        results = read_states(self.decoder, items, states, self._eos_token_ids)
         now = time.perf_counter()
-        finished = []
-        for item, states in zip(scheduled, hidden, strict=True):
-            num_choices = len(_choice_positions(item))
-            chosen, choices = choices[:num_choices], choices[num_choices:]
-            reason = self._accept(item, states, chosen, now)
-            self.scheduler.record_computed(item.request)
+        finished: list[Completion] = []
+        for result in results:
+            request, candidates = result.item.request, result.candidates
+            reason = accept(result, self._eos_token_ids, now, self.stats)
+            self._observe(result)
+            if candidates is not None:
+                self._in_flight.offer(request, candidates)
+            elif result.choices and request.parent_id is not None:
+                self._in_flight.keep_prompt(request)
+            if reason != "error" and (candidates is None or candidates.token_ids):
+                self.scheduler.record_computed(request)
             if reason is not None:
-                finished.append(self._finish(item.request, reason))
-        return finished
+                finished += self._in_flight.settle(request, reason)
+        return finished + self._in_flight.advance_searches(now)
 
-    def _accept(
-        self, item: ScheduledRequest, states: torch.Tensor, chosen: list[int], now: float
-    ) -> str | None:
-        """Append the chosen tokens as far as the drafts agree; why the request ends, if it does.
-
-        The computed length is rolled back to the last position whose token is certain: the cache
-        slots of refused drafts are overwritten by the next step.
-        """
-        request = item.request
-        num_known = len(request.token_ids)
-        drafts = request.draft_ids[: len(chosen) - 1] if chosen else []
-        num_accepted = 0
-        while num_accepted < len(drafts) and drafts[num_accepted] == chosen[num_accepted]:
-            num_accepted += 1
-        request.draft_ids.clear()
-        request.num_computed_tokens = min(item.start + item.num_tokens, num_known + num_accepted)
+    def _observe(self, result: Advance) -> None:
+        """Show the draft the states of what is certain."""
+        request, start = result.item.request, result.item.start
         if self._proposer is not None and request.params is not None and request.is_drafted:
-            certain = states[: request.num_computed_tokens - item.start]
-            self._proposer.observe(request.request_id, item.start, certain)
-        if request.params is None:
-            return "length" if request.num_computed_tokens == num_known else None
-        if drafts:
-            self.stats.num_verifications += 1
-            self.stats.drafted_tokens += len(drafts)
-            self.stats.accepted_tokens += num_accepted
-        for token in chosen[: num_accepted + 1]:
-            request.token_ids.append(token)
-            request.token_times.append(now)
-            self.stats.generated_tokens += 1
-            if reason := self._finish_reason(request, request.params, token):
-                return reason
-        return None
+            certain = result.states[: request.num_computed_tokens - start]
+            self._proposer.observe(request.request_id, start, certain)
 
-    def _finish_reason(self, request: Request, params: SamplingParams, token: int) -> str | None:
-        is_eos = token in self._eos_token_ids and not params.ignore_eos
-        if is_eos or token in params.stop_token_ids:
-            return "stop"
-        return "length" if request.num_remaining_tokens == 0 else None
-
-    def _finish(self, request: Request, reason: str) -> Completion:
-        self.scheduler.remove(request)
-        self._reset_proposer(request)
-        del self._requests[request.request_id]
-        if not self._requests:
-            self.blocks.check()
-            assert self.blocks.num_free_blocks == self.blocks.num_blocks, (
-                "an idle engine owns blocks"
-            )
-        is_scored = request.params is None and request.hidden is None and reason == "length"
-        return Completion(
-            request_id=request.request_id,
-            prompt_tokens=len(request.prompt_ids),
-            token_ids=request.token_ids[len(request.prompt_ids) :],
-            finish_reason=reason,
-            arrival_time=request.arrival_time,
-            token_times=request.token_times,
-            cached_tokens=min(request.num_cached_tokens or 0, len(request.prompt_ids)),
-            log_probs=torch.cat(request.log_probs) if is_scored else None,
-            error=self._watchdog.report if reason == "error" else None,
-        )
+    def _check(self, request: Request) -> None:
+        if request.request_id in {*self._in_flight.names, *self._in_flight.requests}:
+            raise ValueError(f"request {request.request_id!r} is already in flight")
+        check_request(request, self.decoder.config.vocab_size, self.max_model_len)
 
     def _reset_proposer(self, request: Request) -> None:
         if self._proposer is not None:
@@ -335,22 +311,14 @@ class Engine:
             done: dict[str, Completion] = {}
             while self.has_unfinished:
                 done.update((c.request_id, c) for c in self.step())
-            if any(completion.finish_reason == "error" for completion in done.values()):
+            if self._watchdog.report is not None:
                 raise CheckFailed(f"no request could make progress: {self._watchdog.report}")
         except BaseException:
-            for request_id in list(self._requests):
-                self.abort(request_id)
+            for name in self._in_flight.names:
+                self.abort(name)
             raise
         return [done[request.request_id] for request in requests]
 
     def _name(self) -> str:
         self._num_named += 1
         return f"#{self._num_named}"
-
-
-def _choice_positions(item: ScheduledRequest) -> range:
-    """Positions whose tokens are chosen in this step: after the last known token and each draft."""
-    request, end = item.request, item.start + item.num_tokens
-    if request.params is None or end < len(request.token_ids):
-        return range(0)
-    return range(len(request.token_ids), end + 1)

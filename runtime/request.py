@@ -6,46 +6,18 @@ recomputing after preemption and verifying drafted tokens are all the same act, 
 tokens that are known or guessed but not yet in the cache.
 """
 
+import secrets
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-GREEDY = 0.0
+from compress.runtime.logprobs import LogProbs
+from compress.runtime.sampling_params import GREEDY, SamplingParams
+from compress.runtime.token_counts import TokenCounts
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop.
-
-    temperature 0 (or top_k 1) is greedy, ties to the lowest token id. `top_k` 0 and `top_p` 1 keep
-    every token. The noise of a sampled token is a function of (seed, position, token id) alone.
-    Generation ends at `max_tokens`, at any of `stop_token_ids`, or at the end-of-sequence tokens of
-    the model unless `ignore_eos`; the stopping token is part of the output.
-    """
-
-    max_tokens: int = 128
-    temperature: float = GREEDY
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative: {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken without noise."""
-        return self.temperature == GREEDY or self.top_k == 1
+__all__ = ["GREEDY", "Completion", "Request", "SamplingParams", "check_request"]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -53,9 +25,15 @@ class Request:
     """One sequence on its way through the engine; the scheduler and the engine update it.
 
     `params` None asks for a score: log-probabilities of the prompt's own tokens and no output. A
-    score whose `hidden` is a list collects the final hidden states (n, H) there instead.
-    A lower `priority` is served first under the policy "priority"; `order` is that of arrival.
+    score whose `hidden` is a list collects the final hidden states (n, H) there instead. A seed
+    that is None is drawn here. A lower `priority` is served first under the policy "priority";
+    `order` is that of arrival.
     `is_drafted` False keeps a draft from guessing: it has not seen the whole sequence.
+
+    A request for several outputs, or for a beam search, is not computed itself. Requests with its
+    name in `parent_id` are: its `children`, numbered by `index`, or beams that come and go. A beam
+    (`is_beam`) that has computed all it knows waits for the others. `num_forks` more requests will
+    fork from this one when its prompt is computed.
     """
 
     request_id: str
@@ -71,10 +49,20 @@ class Request:
     is_drafted: bool = True
     draft_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
-    log_probs: list[torch.Tensor] = field(default_factory=list)
+    prompt_logprobs: list[LogProbs] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
     hidden: list[torch.Tensor] | None = None
+    parent_id: str | None = None
+    index: int = 0
+    children: list["Request"] = field(default_factory=list)
+    num_forks: int = 0
+    is_beam: bool = False
+    error: str | None = None
+    counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
+        if self.params is not None and self.params.seed is None:
+            self.params = replace(self.params, seed=secrets.randbits(63))
         # Nothing follows the last token of a scored sequence: it is predicted, never computed.
         self.token_ids = list(self.prompt_ids if self.params else self.prompt_ids[:-1])
 
@@ -82,6 +70,11 @@ class Request:
     def max_tokens(self) -> int:
         """Most tokens to generate; 0 for a score."""
         return self.params.max_tokens if self.params else 0
+
+    @property
+    def num_top_of_prompt(self) -> int | None:
+        """How many tokens are reported beside each one of the prompt; None: not even that one."""
+        return self.params.prompt_logprobs if self.params else 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -120,9 +113,16 @@ class Completion:
     """The end of a request.
 
     `finish_reason` is "length", "stop", "abort" or "error"; `error` says what went wrong.
-    Times are `time.perf_counter()` seconds; `token_times[i]` is when output token i became known
-    (tokens accepted together share a time). `cached_tokens` of the prompt came from the prefix
-    cache. `log_probs` (prompt_tokens - 1,) fp32 is the result of a score, None for a generation.
+    `params` are those that were in force, with the seed that was used. Times are
+    `time.perf_counter()` seconds; `token_times[i]` is when output token i became known (tokens
+    accepted together share a time). `cached_tokens` of the prompt came from the prefix cache.
+
+    `logprobs` are of the output tokens, `prompt_logprobs` of all prompt tokens but the first; None
+    where they were not asked for. The latter are the result of a score.
+
+    A request for n outputs has one completion: the first output, and in `siblings` the others. They
+    are in the order of `index`, which says which seed they had; with `best_of`, and in a beam
+    search, the best comes first. `beam_score` is what a beam search compares by.
     """
 
     request_id: str
@@ -132,8 +132,20 @@ class Completion:
     arrival_time: float
     token_times: list[float]
     cached_tokens: int = 0
-    log_probs: torch.Tensor | None = None
+    params: SamplingParams | None = None
+    logprobs: LogProbs | None = None
+    prompt_logprobs: LogProbs | None = None
     error: str | None = None
+    index: int = 0
+    siblings: tuple["Completion", ...] = ()
+    beam_score: float | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the output tokens; -inf if there are none or they are unknown."""
+        if self.logprobs is None or not len(self.logprobs.chosen):
+            return float("-inf")
+        return float(self.logprobs.chosen.double().mean())
 
 
 def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
@@ -142,9 +154,12 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     shortest = 1 if request.params else 2
     if len(prompt) < shortest:
         raise ValueError(f"request {name!r}: {len(prompt)} tokens, need at least {shortest}")
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise ValueError(f"request {name!r}: token {wrong} is not in [0, {vocab_size})")
+    _check_ids(name, "", prompt, vocab_size)
+    if request.params is not None:
+        _check_ids(name, "logit_bias: ", list(request.params.logit_bias), vocab_size)
+        for word in request.params.bad_words:
+            _check_ids(name, "bad_words: ", word, vocab_size)
+        _check_ids(name, "stop_token_ids: ", request.params.stop_token_ids, vocab_size)
     longest = len(prompt) + request.max_tokens
     if longest > max_model_len:
         raise ValueError(
@@ -152,3 +167,9 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
             f" exceed max_model_len {max_model_len}; the engine may be given a larger one, up to"
             " what the model was made for"
         )
+
+
+def _check_ids(name: str, what: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise ValueError(f"request {name!r}: {what}token {wrong} is not in [0, {vocab_size})")

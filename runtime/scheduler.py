@@ -16,6 +16,10 @@ never a victim, and it is admitted only if the pool holds all pinned requests at
 So a pinned request always gets its blocks, from the others if need be, and since each request can
 lose its work only so many times, all come to their end.
 
+A beam that has computed all it knows holds its blocks until the other beams of its search have, too
+(`beam.py`). If nothing else can go on, such beams are preempted until the first waiting request
+gets in; as that is the first in the order of the policy, a search cannot wait for itself.
+
 Two switches replace a mechanism by what engines did before it. `batching="request"` admits a batch
 only when the one before has ended. `chunked_prefill=False` computes a prompt in one step: beside
 the decoding requests if it fits the budget, else alone, while they wait.
@@ -111,6 +115,15 @@ class Scheduler:
         self._number(request)
         insort(self.waiting, request, key=self._key)
 
+    def can_fork(self, parent: Request, child: Request) -> bool:
+        """Whether `fork` has room; if not, the child may be added like any request."""
+        return (
+            parent in self.running
+            and len(self.running) < self.max_num_seqs
+            and self.blocks.can_share
+            and self._holds_pinned([*self.running, child])
+        )
+
     def fork(self, parent: Request, child: Request) -> None:
         """Run `child` beside the running `parent`, sharing the blocks computed so far."""
         if len(self.running) >= self.max_num_seqs:
@@ -125,11 +138,13 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and free its blocks."""
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        (self.running if request in self.running else self.waiting).remove(request)
         self.blocks.free(request.request_id)
+
+    def discard(self, request: Request) -> list[int]:
+        """`remove` one whose blocks hold something wrong; which of them nobody else holds."""
+        (self.running if request in self.running else self.waiting).remove(request)
+        return self.blocks.discard(request.request_id)
 
     def schedule(self) -> Schedule:
         """Plan the next step; empty if there is no request at all."""
@@ -137,7 +152,7 @@ class Scheduler:
         if not self._may_join and not self.running:
             while self._can_admit():
                 self._admit(step)
-        running = sorted(self.running, key=self._key)
+        running = sorted((r for r in self.running if r.num_uncomputed_tokens), key=self._key)
         decoding = [request for request in running if request.is_decoding]
         prompts = [request for request in running if not request.is_decoding]
         if not self.chunked_prefill:
@@ -155,6 +170,8 @@ class Scheduler:
         else:
             if self._may_join:
                 self._admit_and_schedule(step, budget)
+        if not step.scheduled:
+            self._preempt_idle(step)
         return step
 
     def record_computed(self, request: Request) -> None:
@@ -164,8 +181,9 @@ class Scheduler:
             self.blocks.register(request.request_id, request.token_ids, num_certain)
 
     def _number(self, request: Request) -> None:
+        """Give an order of arrival, unless it has that of the request it belongs to."""
         self._num_arrived += 1
-        request.order = self._num_arrived
+        request.order = request.order or self._num_arrived
 
     def _check_fits(self, request: Request) -> None:
         needed = self.blocks.footprint(request.max_cached_tokens)
@@ -237,13 +255,19 @@ class Scheduler:
         free = [r for r in self.running if r not in taken and not self._is_pinned(r)]
         return max(free, key=self._key, default=None)
 
+    def _preempt_idle(self, step: Schedule) -> None:
+        """Preempt beams that wait for others, until one of these can get in."""
+        idle = sorted((r for r in self.running if not r.num_uncomputed_tokens), key=self._key)
+        while idle and self.waiting and not (self._may_join and self._can_admit()):
+            self._preempt(step, idle.pop())
+
     def _preempt(self, step: Schedule, request: Request) -> None:
         self.running.remove(request)
         self.blocks.free(request.request_id)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.draft_ids.clear()
-        request.log_probs.clear()
+        request.prompt_logprobs.clear()
         if request.hidden is not None:
             request.hidden.clear()
         insort(self.waiting, request, key=self._key)
@@ -262,6 +286,8 @@ class Scheduler:
         """Whether the first waiting request can run to its end beside those that are running."""
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return False
+        if not self.running:
+            return True  # alone it fits, even if what will fork from it has to be preempted
         requests = [*self.running, self.waiting[0]]
         if not self._holds_pinned(requests):
             return False
@@ -291,5 +317,5 @@ class Scheduler:
         return self.blocks.cached_prefix(request.token_ids) if self._reads_cache(request) else []
 
     def _reads_cache(self, request: Request) -> bool:
-        """A score needs a row for every token, so it computes them all."""
-        return self.prefix_cache and request.params is not None
+        """Log-probabilities of a prompt need a row for every token, so it computes them all."""
+        return self.prefix_cache and request.num_top_of_prompt is None

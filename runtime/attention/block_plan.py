@@ -6,7 +6,7 @@ entries per query, B block size; a query is some consecutive rows of one sequenc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -30,6 +30,22 @@ class Query:
     table: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class TileGather:
+    """Keys of a pool in tiles of another size than its blocks: row i is (blocks[i], offsets[i])."""
+
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    size: int
+
+    def __call__(self, pool: torch.Tensor) -> torch.Tensor:
+        """Tiles (N, H, size, D) of a pool (num_blocks, H, B, D)."""
+        codes = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool  # of float8
+        rows = codes[self.blocks, :, self.offsets].view(pool.dtype)
+        tiles: torch.Tensor = rows.view(-1, self.size, *rows.shape[1:])
+        return tiles.transpose(1, 2).contiguous()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortPlan:
     """The short queries of a batch. Items are the blocks [first, last) of the pool, or `block_ids`.
@@ -38,7 +54,7 @@ class ShortPlan:
     is_real     (S * Q,) bool        False where a shorter query repeats its last row; None: all
     block_ids   (N,) int64 or None   blocks to gather, None if the pool range is read in place
     owner       (N,) int64           item -> query, any for an item that nobody owns
-    item_of     (S * MB,) int64      table entry -> item, any for an entry past the end
+    item_of     (S * MB,) int64      table entry -> item, the query's first for one past the end
     entry_of    (N,) int64           item -> table entry, any for an item that nobody owns
     membership  (S, N) fp32          1 where the query owns the item, else 0
     entries     one per j < MB       (queries that have an entry j, or None: all; their items)
@@ -95,6 +111,23 @@ def queries_of(
     return queries
 
 
+def in_tiles(
+    queries: Sequence[Query], block_size: int, size: int
+) -> tuple[list[Query], TileGather]:
+    """The same queries over a pool whose blocks are tiles of `size` keys, and how to gather it.
+
+    The places of the last tile that no key is for repeat the last key; they are hidden.
+    """
+    tiled, blocks, offsets = [], list[int](), list[int]()
+    for query in queries:
+        first, count = len(blocks) // size, -(-query.end // size)
+        keys = [min(i, query.end - 1) for i in range(count * size)]
+        blocks += [query.table[key // block_size] for key in keys]
+        offsets += [key % block_size for key in keys]
+        tiled.append(replace(query, table=range(first, first + count)))
+    return tiled, TileGather(torch.tensor(blocks), torch.tensor(offsets), size)
+
+
 def plan_short(
     queries: Sequence[Query], block_size: int, window: int, *, min_rows: int = 1
 ) -> ShortPlan:
@@ -114,6 +147,8 @@ def plan_short(
         owner[item], entry_of[item] = s, s * num_entries + j
         item_of[s * num_entries + j] = item
         membership[s, item] = 1.0
+        if j == 0:  # of its own: what is not finite must not be seen by others, even if hidden
+            item_of[s * num_entries : (s + 1) * num_entries] = [item] * num_entries
     query_len = max(min_rows, *(query.length for query in queries))
     positions = [
         [min(start + i, query.end - 1) for i in range(query_len)]

@@ -21,13 +21,17 @@ one, `softcap.py` takes its place.
 With `deterministic` a row has the same bits whatever shares its batch, and however its sequence is
 cut: long queries go the way of short ones, a tile of 64 rows at a time; the partial sums of `o` are
 added in fp32 in the order of the blocks, not by a product with a matrix of memberships; and in fp32
-no product has fewer than 16 rows, which MKL adds up in another order. All else is independent of
-the batch already: a row of a product with 64 keys, and a softmax whose rows end in any number of
-hidden blocks.
+no product has fewer than 16 rows, which MKL adds up in another order. Blocks of another size than
+64 are gathered into tiles of 64 keys first, so that the size does not matter. All else is
+independent of the batch already: a row of a product with 64 keys, and a softmax whose rows end in
+any number of hidden blocks.
 
 The softmax is in fp32; scores and the partial sums of `o` are rounded to the dtype of q. The blocks
 of a pool in 8 bits are converted to that dtype as they are read.
 """
+
+from collections.abc import Sequence
+from math import isfinite
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +40,10 @@ from compress.runtime.attention.base import AttentionSpec
 from compress.runtime.attention.block_plan import (
     MAX_SHORT_QUERY,
     LongPlan,
+    Query,
     ShortPlan,
+    TileGather,
+    in_tiles,
     plan_long,
     plan_short,
     queries_of,
@@ -45,7 +52,7 @@ from compress.runtime.attention.pool import KVPool, PoolLayer
 from compress.runtime.attention.softcap import capped_attention
 from compress.runtime.batch import Batch
 
-_TILE = 64  # rows of a long query at a time, if deterministic
+_TILE = 64  # rows of a long query at a time, and keys of a product, if deterministic
 _MIN_PRODUCT_ROWS = {torch.bfloat16: 1, torch.float16: 16, torch.float32: 16}
 
 
@@ -60,7 +67,7 @@ class BlockwiseAttention:
         self._group = spec.num_heads // spec.num_kv_heads
         self._short: dict[int, _ShortStep] = {}  # window -> plan
         self._long: dict[int, list[LongPlan]] = {}
-        self._tiles: dict[int, list[ShortPlan]] = {}
+        self._tiles: dict[int, list[_Planned]] = {}
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, batch: Batch) -> None:
@@ -76,20 +83,28 @@ class BlockwiseAttention:
         min_rows = -(-rows // self._group)
         for window in set(self._spec.windows):
             if short:
-                plan = plan_short(queries_of(batch, short, size), size, window, min_rows=min_rows)
-                self._short[window] = self._step(plan)
+                queries = queries_of(batch, short, size)
+                self._short[window] = self._step(self._plan(queries, window, min_rows))
             if self._deterministic:
                 tiles = queries_of(batch, long, size, tile=_TILE)
-                self._tiles[window] = [
-                    plan_short([tile], size, window, min_rows=min_rows) for tile in tiles
-                ]
+                self._tiles[window] = [self._plan([tile], window, min_rows) for tile in tiles]
                 self._long[window] = []
             else:
                 self._tiles[window] = []
                 self._long[window] = plan_long(batch, long, size, window)
 
-    def _step(self, plan: ShortPlan) -> "_ShortStep":
-        return _ShortStep(plan, self._spec, self._pool.dtype, ordered=self._deterministic)
+    def _plan(self, queries: Sequence[Query], window: int, min_rows: int) -> "_Planned":
+        """The queries as one batch; if deterministic, over tiles of one size for any blocks."""
+        if not self._deterministic or self._block_size == _TILE:
+            return plan_short(queries, self._block_size, window, min_rows=min_rows), None
+        queries, gather = in_tiles(queries, self._block_size, _TILE)
+        return plan_short(queries, _TILE, window, min_rows=min_rows), gather
+
+    def _step(self, planned: "_Planned") -> "_ShortStep":
+        plan, gather = planned
+        return _ShortStep(
+            plan, self._spec, self._pool.dtype, ordered=self._deterministic, gather=gather
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -159,16 +174,27 @@ class BlockwiseAttention:
         return out.transpose(1, 2).reshape(rows, num_heads, head_dim)
 
 
+_Planned = tuple[ShortPlan, TileGather | None]
+
+
 class _ShortStep:
     """The short queries of one step: the plan and the buffers that its layers share.
 
-    `ordered` adds the partial outputs of a query in the order of its blocks.
+    `ordered` adds the partial outputs of a query in the order of its blocks. With a `gather` the
+    plan is for the tiles that it makes of the pools.
     """
 
     def __init__(
-        self, plan: ShortPlan, spec: AttentionSpec, dtype: torch.dtype, *, ordered: bool
+        self,
+        plan: ShortPlan,
+        spec: AttentionSpec,
+        dtype: torch.dtype,
+        *,
+        ordered: bool,
+        gather: TileGather | None = None,
     ) -> None:
         self.plan = plan
+        self._gather = gather
         self._ordered = ordered
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
@@ -201,6 +227,8 @@ class _ShortStep:
 
     def attend(self, q: torch.Tensor, pool: PoolLayer) -> torch.Tensor:
         """Queries (S * Q, H * G, D) over the pools (num_blocks, H, B, D); same shape out."""
+        if self._gather is not None:
+            pool = pool.mapped(self._gather)
         plan, group, heads = self.plan, self._group, self._spec.num_kv_heads
         num_queries, query_len, entries = plan.num_queries, plan.query_len, plan.num_entries
         block_size, head_dim = pool.k.shape[2:]
@@ -252,7 +280,10 @@ class _ShortStep:
         plan = self.plan
         if not self._ordered:
             alone = plan.num_queries == 1 and plan.in_order
-            return o.sum(0, keepdim=True) if alone else self._membership @ o
+            total = o.sum(0, keepdim=True) if alone else self._membership @ o
+            if alone or isfinite(float(total.sum())):
+                return total
+            # 0 * NaN is not 0: a query that is not finite would take the others with it.
         total = torch.zeros(plan.num_queries, o.shape[1])
         for queries, items in plan.entries:
             part = o.index_select(0, items).float()

@@ -122,6 +122,13 @@ class KVPool:
                 if pool is not None:
                     copy(pool, pairs)
 
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that hold NaN or infinity, before they get a new owner."""
+        if blocks:
+            for pool in (self.k, self.v, self.k_scale, self.v_scale):
+                if pool is not None:  # as bytes, because float8 has no fill on every device
+                    pool.view(torch.uint8)[:, torch.tensor(blocks, device=pool.device)] = 0
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLayer:
@@ -143,6 +150,12 @@ class PoolLayer:
         k = _store(self.k, self.k_scale, k, blocks, offsets, self.dtype)
         v = _store(self.v, self.v_scale, v, blocks, offsets, self.dtype)
         return k, v
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PoolLayer":
+        """The layer of the pools that `change` makes of these, scales included."""
+        k_scale = None if self.k_scale is None else change(self.k_scale)
+        v_scale = None if self.v_scale is None else change(self.v_scale)
+        return PoolLayer(change(self.k), change(self.v), k_scale, v_scale, self.dtype)
 
     def read(self, blocks: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (n, num_kv_heads, block_size, head_dim) of a range, or of block ids."""

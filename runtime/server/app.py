@@ -317,7 +317,8 @@ async def _disconnected(request: Request) -> None:
 
 def _copies(params: SamplingParams, copies: int) -> list[SamplingParams]:
     """The parameters of `copies` choices of one prompt: seeds one after another."""
-    return [replace(params, seed=params.seed + i) for i in range(copies)]
+    first = params.seed
+    return [replace(params, seed=None if first is None else first + i) for i in range(copies)]
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

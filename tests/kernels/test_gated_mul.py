@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.kernels.gated_mul import (
+    gated_mul_by_rows,
     gated_mul_quantize_ref,
     gated_mul_quantize_torch,
     gated_mul_quantize_triton,
@@ -152,3 +153,15 @@ def test_gated_mul_quantize_triton_names_the_widest_row(activation, most, device
 def test_gated_mul_torch_refuses_an_unknown_activation():
     with pytest.raises(ValueError, match="unknown activation 'relu'"):
         gated_mul_torch(torch.zeros(2, 8), "relu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_mul_by_rows_gives_a_row_the_same_bits_in_every_batch(activation, dtype):
+    """Of 333 rows of 160 torch gives half a row to each of two threads."""
+    gate_up = torch.randn(700, 320, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = gated_mul_by_rows(gate_up, activation)
+    torch.testing.assert_close(whole, gated_mul_torch(gate_up, activation), rtol=1e-2, atol=1e-3)
+    for start, count in ((0, 1), (166, 1), (0, 333), (7, 333), (0, 205), (33, 411)):
+        part = gated_mul_by_rows(gate_up[start : start + count].clone(), activation)
+        assert torch.equal(part, whole[start : start + count])

@@ -81,7 +81,7 @@ def test_score_in_row_chunks_equals_score_at_once(
 ) -> None:
     engine = load(llama)
     whole = engine.score(prompts()[3:])[0]
-    monkeypatch.setattr("compress.runtime.scoring._LOGITS_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr("compress.runtime.logprobs._LOGITS_BYTES", 4 * VOCAB * 7)
     seen: list[int] = []
     logits = type(engine.decoder).logits
     monkeypatch.setattr(
@@ -146,7 +146,7 @@ def test_score_of_a_preempted_request_is_that_of_the_request_alone(
     work, lost = engine.scheduler._preempt, []
 
     def preempt(step: Any, request: Request) -> None:
-        lost.append(len(request.log_probs))
+        lost.append(len(request.prompt_logprobs))
         work(step, request)
 
     monkeypatch.setattr(engine.scheduler, "_preempt", preempt)
@@ -155,10 +155,10 @@ def test_score_of_a_preempted_request_is_that_of_the_request_alone(
     while engine.has_unfinished:
         done.update((c.request_id, c) for c in engine.step())
     assert max(lost) > 0, "nothing had been scored when the request was preempted"
-    scores = done["scored"].log_probs
+    scores = done["scored"].prompt_logprobs
     assert scores is not None
     expected = load(llama, token_budget=512).score([prompts()[3]])[0]
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.chosen, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [8, 512], ids=["chunked", "whole"])
