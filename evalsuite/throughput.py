@@ -124,6 +124,8 @@ def serve(
             sleep(max(0.0, arrivals[coming[0]] - (clock() - start)))
             continue
         for done in target.step():
+            if done.finish_reason == "error":
+                raise CheckFailed(done.error)
             records[done.request_id] = RequestRecord(
                 arrival=done.arrival_time - start,
                 prompt_tokens=done.prompt_tokens,

@@ -104,7 +104,7 @@ def accept(
     for choice in choices[: num_accepted + 1]:
         if choice.token < 0:
             place = len(request.token_ids)
-            request.error = f"no token is possible at position {place}: {_NOT_FINITE}"
+            request.error = f"the logits of the token at position {place} {_NOT_FINITE}"
             return "error"
         request.token_ids.append(choice.token)
         request.token_times.append(now)
@@ -118,7 +118,7 @@ def accept(
     return None
 
 
-_NOT_FINITE = "the logits have a NaN or infinity, or every token is banned"
+_NOT_FINITE = "are not finite: NaN or infinity, or every token banned"
 
 
 def completion_of(request: Request, reason: str, error: str | None = None) -> Completion:
@@ -151,7 +151,8 @@ def beam_completion(search: BeamSearch, reason: str | None, error: str | None) -
     if not search.is_done:
         found = sorted([search.best_running(), *found], key=lambda h: -h.score)
     elif not found:
-        reason, error, found = "error", _NOT_FINITE, [search.best_running()]
+        reason, error = "error", f"the logits of every beam {_NOT_FINITE}"
+        found = [search.best_running()]
     ends = [
         Completion(
             request_id=parent.request_id,
