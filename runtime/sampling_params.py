@@ -211,6 +211,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1),
     "watermarking_config": (None,),
 }
+_ONLY_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
 def effective(
@@ -239,6 +240,7 @@ def effective(
         f"{key}={generation_config[key]!r}"
         for key, neutral in _UNSUPPORTED.items()
         if key in generation_config and generation_config[key] not in neutral
+        if generation_config.get("do_sample") or key not in _ONLY_SAMPLING
     )
     return EffectiveParams(params=SamplingParams(**values), sources=sources, ignored=ignored)
 

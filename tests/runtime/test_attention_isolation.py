@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compress.kernels.ops import select
-from compress.runtime.attention.base import KVPool, allocate_pool
 from compress.runtime.attention.choice import make_attention
+from compress.runtime.attention.pool import KVPool, allocate_pool
 from compress.runtime.batch import Batch
 from compress.runtime.blocks import BlockManager
 from tests.runtime.test_attention import CPU, SPEC, STEPS, Step, make_batch, random_qkv

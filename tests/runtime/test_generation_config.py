@@ -34,7 +34,7 @@ def test_keys_that_cannot_be_followed_are_named(tmp_path: Path) -> None:
     write(tmp_path, no_repeat_ngram_size=3, typical_p=0.7, num_beams=1, eos_token_id=2)
     assert sampling_defaults(tmp_path).ignored == ("no_repeat_ngram_size=3",)
     write(tmp_path, no_repeat_ngram_size=3, typical_p=0.7, do_sample=True)
-    assert sampling_defaults(tmp_path).ignored == ("no_repeat_ngram_size=3", "typical_p=0.7")
+    assert set(sampling_defaults(tmp_path).ignored) == {"no_repeat_ngram_size=3", "typical_p=0.7"}
 
 
 def test_wrong_value_names_the_file(tmp_path: Path) -> None:
