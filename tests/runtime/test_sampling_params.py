@@ -128,7 +128,9 @@ def test_effective_reads_lengths_and_bad_words_by_their_other_names() -> None:
 
 def test_effective_says_what_it_ignores_and_refuses_unknown_names() -> None:
     config = {"num_beams": 4, "no_repeat_ngram_size": 0, "typical_p": 0.5, "guidance_scale": None}
-    assert effective(config, {}).ignored == ("num_beams=4", "typical_p=0.5")
+    assert effective(config, {}).ignored == ("num_beams=4",)
+    sampled = effective(config | {"do_sample": True}, {})
+    assert sampled.ignored == ("num_beams=4", "typical_p=0.5")
     with pytest.raises(ValueError, match="'max_new_tokens' is not a sampling parameter"):
         effective({}, {"max_new_tokens": 5})
 
