@@ -15,6 +15,11 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 # first, or waking them costs more than a small operation takes. The user's own choice comes first.
 if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# Read when torch is imported, too: how many prepared products, one for each number of rows, torch
+# and oneDNN keep. With their usual 1024 each, some hundred kB a piece, a server grows by hundreds
+# of MB while it meets batches of new sizes; preparing one anew takes about 0.5 ms.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 _HOMES = {
     "LLM": "compress.runtime.llm",
