@@ -14,7 +14,6 @@ from compress.kernels.noise import (
     triton_exponentials,
     triton_states,
 )
-from compress.runtime.sampler import gumbel_noise
 
 SEEDS = (0, 1, -1, 2**31, 2**32 + 5, -(2**63), 2**63 - 1)
 
@@ -69,11 +68,12 @@ def test_exponentials_are_right_at_the_ends_of_the_range(device):
     torch.testing.assert_close(times.double(), want, rtol=2**-21, atol=0)
 
 
-@pytest.mark.parametrize("seed", [0, 17, 2**40 + 3])
-def test_unsalted_noise_is_that_of_the_engine(seed):
-    tokens = torch.arange(1031)
-    states = noise_states(torch.tensor(seed), torch.tensor(33), tokens)
-    assert torch.equal(gumbels(states), gumbel_noise(seed, 33, tokens))
+def test_noise_stays_what_it_was():
+    """A seed must give the same text in every version: values of the first one."""
+    states = noise_states(torch.tensor(17), torch.tensor(33), torch.arange(4))
+    assert states.tolist() == [2320922498, 2080970662, 622350914, 550148269]
+    expected = [0.4853541183911242, 0.32212240172585627, -0.6583979154065392, -0.7202813939906154]
+    torch.testing.assert_close(gumbels(states), torch.tensor(expected, dtype=torch.float64))
 
 
 def test_noise_has_the_moments_of_a_gumbel_and_changes_with_every_key():

@@ -12,9 +12,6 @@ from compress.kernels.sampling import (
     sampling_probs_torch,
     sampling_probs_triton,
 )
-from compress.runtime.request import SamplingParams
-from compress.runtime.sampler import SampledRow
-from compress.runtime.sampler import sample as engine_sample
 from tests.kernels.conftest import HAS_GPU
 
 SAMPLE = pytest.mark.parametrize("sample", [sample_torch, sample_triton], ids=["torch", "triton"])
@@ -84,25 +81,6 @@ def test_sample_needs_no_truncation(sample):
     assert torch.equal(sample(logits, **keys), want)
     assert not torch.equal(sample(logits, **keys, salt=1), want)
     assert torch.equal(sample(logits, **keys, salt=1), sample_ref(logits, **keys, salt=1))
-
-
-@SAMPLE
-def test_sample_gives_the_tokens_of_the_engine(sample):
-    logits, laws, keys = make(5, 1031)
-    del laws["min_p"]
-    rows = [
-        SampledRow(
-            SamplingParams(
-                temperature=float(laws["temperature"][i]),
-                top_k=int(laws["top_k"][i]),
-                top_p=float(laws["top_p"][i]),
-                seed=int(keys["seed"][i]),
-            ),
-            int(keys["position"][i]),
-        )
-        for i in range(5)
-    ]
-    assert sample(logits, **laws, **keys).tolist() == engine_sample(logits.cpu(), rows)
 
 
 @PROBS
