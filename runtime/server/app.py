@@ -34,6 +34,10 @@ from compress.runtime.text_stream import TextOptions
 from compress.runtime.worker import Worker
 
 _LOG = logging.getLogger(__name__)
+_SAME_NAME = (  # in a body and in SamplingParams
+    *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 _COMPLETION_TOKENS = 16  # the API's own default for completions; chat has none
 _PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
@@ -218,8 +222,9 @@ class Service:
     ) -> SamplingParams:
         """The parameters of one prompt: the checkpoint's own, changed by what the body says."""
         defaults = self._llm.default_params
-        names = ("temperature", "top_p", "top_k", "ignore_eos")
-        changes = {n: value for n in names if (value := getattr(body, n)) is not None}
+        changes = {n: value for n in _SAME_NAME if (value := getattr(body, n)) is not None}
+        if body.logit_bias is not None:
+            changes["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
         if body.stop_token_ids is not None:
             changes["stop_token_ids"] = tuple(body.stop_token_ids)
         changes["seed"] = secrets.randbits(63) if body.seed is None else body.seed

@@ -8,8 +8,8 @@ A field is one of four kinds:
 - known but not supported: accepted with its neutral value, refused with any other (`_NEUTRAL`);
 - unknown: refused, as the API does, so that a misspelt field is no surprise.
 
-`top_k`, `ignore_eos`, `stop_token_ids` and `skip_special_tokens` are additions of this server; the
-official client passes them in `extra_body`.
+`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, `stop_token_ids` and
+`skip_special_tokens` are additions of this server; the official client passes them in `extra_body`.
 """
 
 import time
@@ -24,13 +24,11 @@ _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 512
 _INT64 = 2**63
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
+TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]  # JSON has no other keys
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 # Field -> values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "best_of": (None, 1),
@@ -90,7 +88,13 @@ class _Body(BaseModel):
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
     top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     skip_special_tokens: bool | None = None

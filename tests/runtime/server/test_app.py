@@ -178,7 +178,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 0}, "logprobs=0 is not supported"),
     ({"echo": True}, "echo=True is not supported"),
     ({"best_of": 2}, "best_of=2 is not supported"),
-    ({"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty: "),
+    ({"logit_bias": {"a": 1}}, "logit_bias."),
+    ({"logit_bias": {"331": 1}}, "331"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens must be in [0, max_tokens 3]"),
     ({"max_token": 9}, "Unrecognized request argument supplied: max_token"),
     ({"stream_options": {"include_usage": True}}, "only allowed when stream is true"),
     ({"max_tokens": 5000}, "exceed max_model_len 4096"),
@@ -373,3 +376,16 @@ def test_metrics_count_what_was_done(client: TestClient, llm: LLM) -> None:
         "compress_requests_in_flight 0",
     ):
         assert line in lines
+
+
+def test_penalties_and_biases_are_followed(client: TestClient) -> None:
+    def answer(**more: Any) -> dict[str, Any]:
+        response: dict[str, Any] = client.post(COMPLETIONS, json=BASE | more).json()
+        return response
+
+    plain, biased = answer(max_tokens=12), answer(max_tokens=12, logit_bias={"7": 100})
+    assert biased["choices"][0]["text"] != plain["choices"][0]["text"]
+    penalized = answer(max_tokens=12, repetition_penalty=1.8, presence_penalty=1)
+    assert penalized["choices"][0]["text"] != plain["choices"][0]["text"]
+    assert penalized["sampling_params"]["presence_penalty"] == 1
+    assert biased["sampling_params"]["logit_bias"] == {"7": 100.0}
