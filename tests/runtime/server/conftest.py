@@ -24,6 +24,12 @@ def llm(llama: Path) -> LLM:
     return LLM(llama, config=CONFIG)
 
 
+@pytest.fixture(scope="module")
+def oracle(llama: Path) -> LLM:
+    """The same model with an engine of its own: that of `llm` belongs to the worker's thread."""
+    return LLM(llama, config=CONFIG)
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     """Wait until `condition` holds."""
     end = time.monotonic() + SECONDS

@@ -62,10 +62,10 @@ def test_models(client: OpenAI) -> None:
     assert client.models.retrieve("tiny").owned_by == "compress"
 
 
-def test_completion(client: OpenAI, llm: LLM) -> None:
+def test_completion(client: OpenAI, llm: LLM, oracle: LLM) -> None:
     answer = complete(client)
     check_idle(llm)
-    (expected,) = llm.generate("x", GREEDY)
+    (expected,) = oracle.generate("x", GREEDY)
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 17
@@ -75,10 +75,10 @@ def test_completion(client: OpenAI, llm: LLM) -> None:
     assert streamed[-1].usage == answer.usage
 
 
-def test_chat(client: OpenAI, llm: LLM) -> None:
+def test_chat(client: OpenAI, llm: LLM, oracle: LLM) -> None:
     answer = chat(client)
     check_idle(llm)
-    expected = llm.chat(MESSAGES, GREEDY)
+    expected = oracle.chat(MESSAGES, GREEDY)
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant"
     deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True)]
