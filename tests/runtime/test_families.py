@@ -54,6 +54,17 @@ def test_every_family_gives_the_same_in_every_cut(
         engine.blocks.check()
 
 
+def test_every_family_gives_the_same_from_the_prefix_cache(
+    model_name: str, model_path: Callable[[str], Path]
+) -> None:
+    engine = load(model_path(model_name), block_size=16, num_blocks=64)
+    first = engine.generate(prompts(), PARAMS)
+    again = engine.generate(prompts(), PARAMS)
+    assert outputs(again) == outputs(first)
+    assert sum(completion.cached_tokens for completion in first) == 0
+    assert sum(completion.cached_tokens for completion in again) > 0
+
+
 def test_longrope_takes_its_long_factors_when_long_sequences_are_asked_for(
     tmp_path: Path,
 ) -> None:
