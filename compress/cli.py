@@ -136,7 +136,7 @@ def serve_eval(
     ] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder for speculation.")] = None,
     ppl_data: Annotated[str, typer.Option(help="Text file, `pydoc`, or `none`.")] = "pydoc",
-    ppl_protocol: Annotated[str, typer.Option(help="How perplexity is defined.")] = "gptq",
+    ppl_protocol: Annotated[str, typer.Option(help="`gptq` or `llama.cpp`.")] = "gptq",
     ppl_window: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     ppl_limit: Annotated[int | None, typer.Option(help="First windows only.")] = None,
     workload: Annotated[

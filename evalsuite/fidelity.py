@@ -32,6 +32,7 @@ from compress.evalsuite.perplexity import (
     Perplexity,
     check_finite,
     negative_log_likelihood,
+    scored,
     select_windows,
     standard_error,
     summarize_losses,
@@ -99,7 +100,7 @@ def compare(
     return Comparison(
         model=summarize_losses(ours, data, protocol=protocol, name=names[0]),
         baseline=summarize_losses(theirs, data, protocol=protocol, name=names[1]),
-        fidelity=_summarize(divergences, agreements),
+        fidelity=_summarize(scored(divergences, protocol), scored(agreements, protocol)),
     )
 
 

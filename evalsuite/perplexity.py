@@ -12,17 +12,23 @@ l = -log p in nats, natural logarithm, over all n (W - 1) predictions:
 
     perplexity = exp(mean l)                      stderr = perplexity * se(mean l)   (delta method)
 
+`llama.cpp` is what its `perplexity` tool measures: the same windows, 512 there by default, whose
+first token is replaced by BOS if the tokenizer adds one to a text, and of which only the second
+half is scored: the W - 1 - floor(W / 2) tokens that have at least half a window before them.
+
 Tokens of one window are not independent, so se is taken over the window means, windows as clusters:
 se = std(means) / sqrt(n). With a single window it can only be std(l) / sqrt(W - 1), as though they
 were, and the result says which of the two it is.
 
 Frantar et al., "GPTQ", 2022, section 4; https://github.com/IST-DASLab/gptq, `opt_eval`.
+llama.cpp, tools/perplexity/perplexity.cpp, `perplexity` without `--ppl-stride`.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +49,14 @@ class EvaluationData:
     tokens         (num_tokens,) int64, without special tokens
     text_sha256    of the text in UTF-8
     tokens_sha256  of the ids as little-endian int64: differs when the tokenizer does
+    bos_id         what the tokenizer puts in front of a text, None if it adds nothing
     """
 
     source: str
     tokens: torch.Tensor
     text_sha256: str
     tokens_sha256: str
+    bos_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +85,19 @@ class Perplexity:
 
 
 class PerplexityProtocol(NamedTuple):
-    """How a token stream becomes windows; in a window all tokens but the first are scored.
+    """How a token stream becomes windows, and which of a window's W - 1 predictions are scored.
 
-    `windows(tokens (num_tokens,), window) -> (num_windows, window)`; `stride(window)` is in tokens.
+    `windows(tokens (num_tokens,), window) -> (num_windows, window)`; `stride(window)` is in tokens;
+    the first `skipped(window)` predictions are not scored. With `begins_with_bos` the first token
+    of a window is the tokenizer's BOS, if it adds one.
     """
 
     version: int
     windows: Callable[[torch.Tensor, int], torch.Tensor]
     stride: Callable[[int], int]
     bos: str
+    skipped: Callable[[int], int] = lambda window: 0
+    begins_with_bos: bool = False
 
 
 def disjoint_windows(tokens: torch.Tensor, window: int) -> torch.Tensor:
@@ -100,6 +112,14 @@ PROTOCOLS: dict[str, PerplexityProtocol] = {
         windows=disjoint_windows,
         stride=lambda window: window,
         bos="none: text tokenized once without special tokens, windows start without BOS",
+    ),
+    "llama.cpp": PerplexityProtocol(
+        version=1,
+        windows=disjoint_windows,
+        stride=lambda window: window,
+        bos="in place of the first token of every window, if the tokenizer adds one to a text",
+        skipped=lambda window: window // 2,
+        begins_with_bos=True,
     ),
 }
 
@@ -117,7 +137,14 @@ def tokenize(text: str, tokenizer: Any, *, source: str) -> EvaluationData:
         tokens=tokens,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         tokens_sha256=hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
+        bos_id=_added_bos(tokenizer),
     )
+
+
+def _added_bos(tokenizer: Any) -> int | None:
+    bos = getattr(tokenizer, "bos_token_id", None)
+    first = tokenizer("a")["input_ids"][:1]
+    return bos if bos is not None and first == [bos] else None
 
 
 def select_windows(
@@ -129,8 +156,9 @@ def select_windows(
     does not fill one window.
     """
     chosen = lookup(PROTOCOLS, protocol, "perplexity protocol")
-    if window < MIN_WINDOW:
-        raise ValueError(f"perplexity window must be at least {MIN_WINDOW} tokens, got {window}")
+    least = next(w for w in count(MIN_WINDOW) if w - 1 - chosen.skipped(w) >= MIN_WINDOW - 1)
+    if window < least:
+        raise ValueError(f"perplexity window must be at least {least} tokens, got {window}")
     if limit is not None and limit < 1:
         raise ValueError(f"perplexity window limit must be at least 1, got {limit}")
     if data.tokens.numel() < window:
@@ -138,7 +166,17 @@ def select_windows(
             f"evaluation text {data.source!r} has {data.tokens.numel()} tokens, "
             f"which does not fill one window of {window}: use a longer text or a smaller window"
         )
-    return chosen.windows(data.tokens, window)[:limit]
+    windows = chosen.windows(data.tokens, window)[:limit]
+    if chosen.begins_with_bos and data.bos_id is not None:
+        windows = windows.clone()
+        windows[:, 0] = data.bos_id
+    return windows
+
+
+def scored(values: torch.Tensor, protocol: str) -> torch.Tensor:
+    """The part of `values` (num_windows, window - 1), one per prediction, that is scored."""
+    chosen = lookup(PROTOCOLS, protocol, "perplexity protocol")
+    return values[:, chosen.skipped(values.shape[1] + 1) :]
 
 
 def perplexity(
@@ -203,6 +241,7 @@ def summarize_losses(
 ) -> Perplexity:
     """Perplexity from negative log-likelihoods (num_windows, window - 1) fp64 under `protocol`."""
     chosen, window = lookup(PROTOCOLS, protocol, "perplexity protocol"), losses.shape[1] + 1
+    losses = scored(losses, protocol)
     mean_nll = losses.mean().item()
     error, method = standard_error(losses)
     value = losses.mean().exp().item()

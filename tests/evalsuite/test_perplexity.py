@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,3 +123,22 @@ def test_tokenize_adds_no_special_tokens_and_hashes_text_and_ids() -> None:
     assert data.text_sha256 == hashlib.sha256(text.encode()).hexdigest()
     assert data.tokens_sha256 != tokenize(text, tiny_tokenizer(300), source="").tokens_sha256
     assert data.tokens_sha256 == tokenize(text, tokenizer, source="").tokens_sha256
+
+
+def test_llama_cpp_scores_the_second_half_after_the_bos_of_the_tokenizer() -> None:
+    # p(next = i) = 1 / 2^(i + 1) whatever came before, for the tokens 0 to 3
+    log_probs = (-math.log(2) * torch.arange(1.0, 5.0)).expand(4, 4)
+    data = replace(_data([1, 1, 0, 3, 2, 0, 0, 0, 0, 1, 9]), bos_id=3)
+    target = FakeTarget(log_probs=log_probs)
+    result = perplexity(target, data, protocol="llama.cpp", window=5)
+    assert target.scored == [[3, 1, 0, 3, 2], [3, 0, 0, 0, 1]]
+    # scored are the last two of each window: losses (4, 3) and (1, 2) times log 2
+    assert (result.tokens, result.windows, result.window) == (4, 2, 5)
+    assert result.value == pytest.approx(2**2.5)
+    assert result.window_nll == pytest.approx((3.5 * math.log(2), 1.5 * math.log(2)))
+    assert (result.protocol, result.stride) == ("llama.cpp", 5)
+    without = perplexity(target, replace(data, bos_id=None), protocol="llama.cpp", window=5)
+    assert target.scored[2][0] == 1 and without.value == result.value
+    with pytest.raises(ValueError, match="must be at least 5 tokens, got 4"):
+        perplexity(target, data, protocol="llama.cpp", window=4)
+    assert perplexity(target, data, window=4).protocol == "gptq"
