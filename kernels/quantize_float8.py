@@ -38,6 +38,7 @@ from compress.kernels.jit import (
     tl,
     triton,
 )
+from compress.kernels.kv_codes import encode_float8
 from compress.kernels.rms_norm import rms_norm_ref, rms_norm_torch
 from compress.scheme import FLOAT8, ActivationScheme
 
@@ -60,20 +61,6 @@ def _quantize(x: torch.Tensor, group_size: int | None) -> tuple[torch.Tensor, to
     scale = dynamic_scale(values, ActivationScheme(type="float", group_size=group_size))
     codes = float8_codes(values.view(*scale.shape, -1), scale[..., None]).view(x.shape)
     return codes, scale if group_size else scale.flatten()
-
-
-@triton.jit
-def float8_bytes(x):
-    """The bytes (as int32) of fp32 `x` in float8_e4m3fn: to nearest even, saturated, NaN kept."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000  # less the bits of 16384
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 2^-6
-    return tl.where(is_nan, 0x7F, code) | ((bits >> 24) & 0x80)
 
 
 # fmt: off
@@ -104,7 +91,7 @@ def _quantize_float8_kernel(
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
     scale = tl.where(scale < least_scale, least_scale, scale)
     tl.store(scale_ptr + row * num_groups + offs_g, scale, mask=mask_g)
-    code = float8_bytes(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+    code = encode_float8(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
     width = num_groups * group_size
     tl.store(codes_ptr + row * width + offs, code.to(tl.uint8), mask=mask)
 

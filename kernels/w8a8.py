@@ -37,7 +37,15 @@ from typing import Any, NamedTuple
 import torch
 
 from compress.artifacts import QuantizedLinear
-from compress.kernels.jit import FLOAT_DTYPES, BenchCase, CompileCase, check_tensor, tl, triton
+from compress.kernels.jit import (
+    FLOAT_DTYPES,
+    BenchCase,
+    CompileCase,
+    check_one_device,
+    check_tensor,
+    tl,
+    triton,
+)
 
 MAX_IN_FEATURES = 65536  # 65536 * 255 * 128 < 2^31
 _OFFSET = 128  # zero point of the unsigned activations
@@ -126,6 +134,7 @@ def w8a8_triton(
     check_tensor("scale", scale, shape=(out_features,), dtypes=(torch.float32,))
     if bias is not None:
         check_tensor("bias", bias, shape=(out_features,), dtypes=(torch.float32,))
+    check_one_device(x_codes=x_codes, x_scale=x_scale, codes=codes, scale=scale, bias=bias)
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
     tensors = {"x_codes": x_codes, "x_scale": x_scale, "codes": codes, "scale": scale, "bias": bias}

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 
 from compress.kernels.float8 import decode_float8
 from compress.kernels.jit import FLOAT_DTYPES, BenchCase, CompileCase, check_tensor, tl, triton
+from compress.kernels.kv_codes import decode_codes
 from compress.scheme import FLOAT8, spread_scale
 
 BLOCK = 128  # edge of the blocks that share a scale; columns per step
@@ -81,13 +82,9 @@ def w8a8_float8_ref(
 
 @triton.jit
 def _operand(values):
-    # A tile of codes as the tensor cores take it: float8, or float16 of the bytes, exactly. Their
-    # exponent has 4 bits, biased by 7; that of float16 has 5, biased by 15.
-    if values.dtype == tl.uint8:
-        bits = values.to(tl.int32)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        half = half.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-        operand = tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(tl.float16)
+    # A tile of codes as the tensor cores take it: float8, or float16 of the bytes, exactly.
+    if values.dtype == tl.uint8:  # noqa: SIM108, one branch is compiled
+        operand = decode_codes(values, tl.float16)
     else:
         operand = values
     return operand

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from compress.kernels.activations import fake_quantize
 from compress.kernels.jit import tl, triton
 from compress.kernels.quantize_float8 import (
-    float8_bytes,
+    encode_float8,
     quantize_float8_ref,
     quantize_float8_torch,
     quantize_float8_triton,
@@ -32,7 +32,7 @@ def _encode_kernel(x_ptr, codes_ptr, num_values, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_values
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(codes_ptr + offs, float8_bytes(x).to(tl.uint8), mask=mask)
+    tl.store(codes_ptr + offs, encode_float8(x).to(tl.uint8), mask=mask)
 
 
 def encode(x):

@@ -177,3 +177,9 @@ def test_pack_int8_cpu_refuses_sums_that_could_overflow() -> None:
 def test_w8a8_cpu_refuses_signed_input() -> None:
     with pytest.raises(ValueError, match=r"must be uint8 .* got torch.int8"):
         w8a8_cpu(torch.zeros(1, 32, dtype=torch.int8), pack_int8_cpu(linear(4, 32)))
+
+
+def test_w8a8_triton_refuses_tensors_of_two_devices(device) -> None:
+    x, x_scale, weight, scale, _ = arguments(3, 5, 7, device, biased=False)
+    with pytest.raises(ValueError, match="as x_codes is, got meta"):
+        w8a8_triton(x, x_scale, weight.to("meta"), scale, None, torch.float32)
