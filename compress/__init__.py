@@ -11,10 +11,11 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
 # Read by OpenMP when torch is imported. Threads that wait should sleep, or one that has lost its
-# core makes the others spin for its whole time slice; but they should spin for some microseconds
-# first, or waking them costs more than a small operation takes. The user's own choice comes first.
+# core makes the others spin for its whole time slice; but they should spin for some tenths of a
+# millisecond first, or waking them costs more than a small operation takes. The user's own choice
+# comes first.
 if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE").upper() == "PASSIVE":
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 # Read when torch is imported, too: how many prepared products, one for each number of rows, torch
 # and oneDNN keep. With their usual 1024 each, some hundred kB a piece, a server grows by hundreds
 # of MB while it meets batches of new sizes; preparing one anew takes about 0.5 ms.

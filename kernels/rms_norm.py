@@ -217,7 +217,7 @@ def rms_norm_torch(
     inverse = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     if unit_offset:
         return torch.mul(x, inverse).mul_(1 + weight.float()).to(x.dtype)
-    return torch.mul(x, inverse).to(x.dtype).mul_(weight)
+    return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(weight)
 
 
 @cache

@@ -48,7 +48,7 @@ from compress.runtime.attention.block_plan import (
     plan_short,
     queries_of,
 )
-from compress.runtime.attention.pool import KVPool, PoolLayer
+from compress.runtime.attention.pool import KVPool, PoolLayer, pool_rows
 from compress.runtime.attention.softcap import capped_attention
 from compress.runtime.batch import Batch
 
@@ -68,7 +68,8 @@ class BlockwiseAttention:
         self._short: dict[int, _ShortStep] = {}  # window -> plan
         self._long: dict[int, list[LongPlan]] = {}
         self._tiles: dict[int, list[_Planned]] = {}
-        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._layers = [pool.layer(i) for i in range(len(spec.windows))]
+        self._rows: torch.Tensor | None = None
 
     def plan(self, batch: Batch) -> None:
         """Plan each distinct window of the model once."""
@@ -76,8 +77,7 @@ class BlockwiseAttention:
         short = [s for s, length in enumerate(lens) if length <= MAX_SHORT_QUERY]
         long = [s for s, length in enumerate(lens) if length > MAX_SHORT_QUERY]
         size = self._block_size
-        # The pool is indexed by (block, offset) in every layer: split the slots once.
-        self._slots = (batch.slots // size, batch.slots % size)
+        self._rows = pool_rows(batch.slots, self._spec.num_kv_heads, size)
         self._short.clear()
         rows = _MIN_PRODUCT_ROWS[self._pool.dtype] if self._deterministic else 1
         min_rows = -(-rows // self._group)
@@ -110,13 +110,13 @@ class BlockwiseAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """As in `AttentionBackend`."""
-        assert self._slots is not None, "forward() before plan()"
+        assert self._rows is not None, "forward() before plan()"
         scales = self._pool.storage.scales
         if scales is not None:
             q = scales.scale_queries(q, layer)
             k, v = scales.encode(k, v, layer)
-        pool = self._pool.layer(layer)
-        k, v = pool.write(k, v, *self._slots)
+        pool = self._layers[layer]
+        k, v = pool.write(k, v, self._rows)
         out = self._attend(q, k, v, pool, self._spec.windows[layer])
         return out if scales is None else scales.scale_outputs(out, layer)
 
@@ -212,6 +212,7 @@ class _ShortStep:
         by_entry = (plan.num_queries, plan.num_entries, *by_sequence[1:4], block_size)
         self._probs_by_entry = torch.empty(by_entry, dtype=dtype)
         self._membership = plan.membership.to(dtype)
+        self._is_even = all(queries is None for queries, _ in plan.entries)
 
     def covers_batch(self, q: torch.Tensor) -> bool:
         """Whether the rows of the batch are exactly the padded queries, in order."""
@@ -279,9 +280,12 @@ class _ShortStep:
         """(S, ...) sums over the items of each query, from partial outputs (N, ...)."""
         plan = self.plan
         if not self._ordered:
-            alone = plan.num_queries == 1 and plan.in_order
-            total = o.sum(0, keepdim=True) if alone else self._membership @ o
-            if alone or isfinite(float(total.sum())):
+            if self._is_even:
+                if not plan.in_order:
+                    o = o.index_select(0, plan.item_of)
+                return o.view(plan.num_queries, plan.num_entries, -1).sum(1)
+            total = self._membership @ o
+            if isfinite(float(total.sum())):
                 return total
             # 0 * NaN is not 0: a query that is not finite would take the others with it.
         total = torch.zeros(plan.num_queries, o.shape[1])

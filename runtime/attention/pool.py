@@ -141,14 +141,15 @@ class PoolLayer:
     dtype: torch.dtype
 
     def write(
-        self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
+        self, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values (T, num_kv_heads, head_dim) at slots (T,); what they became.
+        """Store keys and values (T, num_kv_heads, head_dim) at `rows`; what they became.
 
-        They come as values, or already as codes if their scales are not those of tokens.
+        `rows` (T * num_kv_heads,) are those of `pool_rows`. Keys and values come as they are, or
+        already as codes if their scales are not those of tokens.
         """
-        k = _store(self.k, self.k_scale, k, blocks, offsets, self.dtype)
-        v = _store(self.v, self.v_scale, v, blocks, offsets, self.dtype)
+        k = _store(self.k, self.k_scale, k, rows, self.dtype)
+        v = _store(self.v, self.v_scale, v, rows, self.dtype)
         return k, v
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PoolLayer":
@@ -165,21 +166,34 @@ class PoolLayer:
         )
 
 
+def pool_rows(slots: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:
+    """Rows (T * num_kv_heads,) of a pool seen as (-1, head_dim), for tokens at `slots` (T,)."""
+    first = slots // block_size * (num_kv_heads * block_size) + slots % block_size
+    heads = torch.arange(num_kv_heads, device=slots.device) * block_size
+    return (first[:, None] + heads).flatten()
+
+
 def _store(
     pool: torch.Tensor,
     scales: torch.Tensor | None,
     x: torch.Tensor,
-    blocks: torch.Tensor,
-    offsets: torch.Tensor,
+    rows: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     if scales is None:
-        pool[blocks, :, offsets] = x
+        _copy_rows(pool, rows, x)
         return codes_in(x, dtype)
     codes, scale = quantize_heads(x, pool.dtype)
-    pool[blocks, :, offsets] = codes
-    scales[blocks, :, offsets] = scale
+    _copy_rows(pool, rows, codes)
+    scales.view(-1).index_copy_(0, rows, scale.flatten())
     return _values(codes, scale, dtype)
+
+
+def _copy_rows(pool: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> None:
+    if pool.dtype.itemsize == 1:  # of float8, which has no indexed copy
+        pool, x = pool.view(torch.uint8), x.view(torch.uint8)
+    # half the time of an indexed assignment by block and offset
+    pool.view(-1, pool.shape[-1]).index_copy_(0, rows, x.reshape(-1, pool.shape[-1]))
 
 
 def _read(

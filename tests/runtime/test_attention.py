@@ -293,7 +293,19 @@ def shared_blocks() -> BlockManager:
     return blocks
 
 
-@pytest.mark.parametrize("layout", [scattered_blocks, interleaved_blocks, shared_blocks])
+def dead_block_between() -> BlockManager:
+    """Tables of three and four blocks in a range of eight: as many as two padded tables have."""
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    for name, start in (("r0", 0), ("dead", 0), ("r1", 0)):
+        blocks.reserve(name, start, (1 if name == "dead" else 3) * BLOCK_SIZE)
+    blocks.reserve("r1", 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 6)
+    blocks.free("dead")
+    return blocks
+
+
+@pytest.mark.parametrize(
+    "layout", [scattered_blocks, interleaved_blocks, shared_blocks, dead_block_between]
+)
 @pytest.mark.parametrize("new", [(1, 1), (4, 2)], ids=["decode", "verification"])
 def test_blockwise_does_not_depend_on_where_blocks_lie(
     layout: Callable[[], BlockManager], new: tuple[int, int]
